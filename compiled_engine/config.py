@@ -1,0 +1,136 @@
+"""Settings of the engine and of the server: built once, validated once, frozen.
+
+Nothing here is derived from a model or a device; derived values live with what derives them.
+Environment variables that are read at all: `COMPILED_ENGINE_CACHE` (cache folder) and
+`COMPILED_ENGINE_LOG_LEVEL`; none changes a result.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from compiled_engine.errors import ConfigError
+
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+def default_cache_dir() -> Path:
+    """`$COMPILED_ENGINE_CACHE`, else `$XDG_CACHE_HOME/compiled-engine`, else under `~/.cache`."""
+    if "COMPILED_ENGINE_CACHE" in os.environ:
+        return Path(os.environ["COMPILED_ENGINE_CACHE"])
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "compiled-engine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the engine process is told. Flag names are the field names with dashes.
+
+    Attributes:
+        model: folder, GGUF file or Hugging Face id.
+        tokenizer: folder or id of the tokenizer if it is not the model's.
+        load_format: where weights come from; "dummy" makes seeded random ones on the device.
+        dtype: computation and weight dtype; "auto" takes the model's own.
+        device: "auto" is the NVIDIA GPU if there is one, else the CPU.
+        max_model_len: prompt plus answer at most, tokens; None is the model's own limit.
+        max_num_seqs: rows of the batch; None is 256 on a GPU and 64 on a CPU.
+        chunked_prefill_size: most tokens one step computes; None is 8192 on a GPU, 512 on a CPU.
+        block_size: tokens of one KV page.
+        max_total_tokens: tokens the KV pool holds; None sizes it from memory.
+        gpu_memory_utilization: hard ceiling on the share of GPU memory the engine takes.
+        enable_prefix_caching: reuse KV pages of equal prefixes.
+        enforce_eager: run the same model and scheduler without torch.compile.
+        disable_overlap_schedule: read each step's tokens before the next step is launched.
+        disable_passes: names of FX passes to leave out.
+        seed: seeds dummy weights, and the seeds of requests that bring none.
+        trust_remote_code: allow Python code shipped inside a model folder.
+        allow_pickle: allow `.bin` / `.pt` weights, which can run code while they are read.
+        cache_dir: converted models and compiled code.
+        num_threads: CPU threads for computation; None is torch's default.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    load_format: LoadFormat = "auto"
+    dtype: DtypeName = "auto"
+    device: DeviceName = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    chunked_prefill_size: int | None = None
+    block_size: int = 16
+    max_total_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    disable_overlap_schedule: bool = False
+    disable_passes: tuple[str, ...] = ()
+    seed: int = 0
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("--block-size", self.block_size, 1, 256)
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                f"--block-size is {self.block_size}; it must be a power of two", param="block_size"
+            )
+        _check("--max-model-len", self.max_model_len, 2, 2**24)
+        _check("--max-num-seqs", self.max_num_seqs, 1, 4096)
+        _check("--chunked-prefill-size", self.chunked_prefill_size, 1, 2**20)
+        _check("--max-total-tokens", self.max_total_tokens, self.block_size, 2**31 - 1)
+        _check("--num-threads", self.num_threads, 1, 1024)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; allowed is (0, 1]",
+                param="gpu_memory_utilization",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """What the API process is told.
+
+    Attributes:
+        host: address to bind; loopback unless the operator says otherwise.
+        port: 0 takes a free one.
+        served_model_name: name on `/v1/models`; None is the model path as given.
+        api_key: if set, every route but `/health`, `/ready` and `/metrics` asks for it.
+        max_queued_requests: unfinished requests beyond which new ones get 429.
+        max_queued_tokens: prompt tokens of unfinished requests beyond which new ones get 429.
+        max_body_bytes: larger request bodies get 413.
+        max_n: largest `n` of one request.
+        drain_timeout_s: how long a shutdown waits for running streams.
+        engine_timeout_s: silence of the engine process after which it counts as hung.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_key: str | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4_000_000
+    max_body_bytes: int = 64 * 1024 * 1024
+    max_n: int = 16
+    drain_timeout_s: float = 30.0
+    engine_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check("--port", self.port, 0, 65535)
+        _check("--max-queued-requests", self.max_queued_requests, 1, 1_000_000)
+        _check("--max-queued-tokens", self.max_queued_tokens, 1, 2**40)
+        _check("--max-body-bytes", self.max_body_bytes, 1024, 2**40)
+        _check("--max-n", self.max_n, 1, 1024)
+        if self.api_key == "":
+            raise ConfigError("--api-key is empty; leave it out to serve without", param="api_key")
+
+
+def _check(flag: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{flag} is {value}; allowed is {low} to {high}", param=flag[2:])

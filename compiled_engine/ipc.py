@@ -1,0 +1,77 @@
+"""Frames between the API process and the engine process, and the socket they travel on.
+
+One binary frame a step each way, never one a token. Both ends are non-blocking on the engine side;
+the API side awaits. The socket lives in a private folder, so only this user's processes reach it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Literal
+
+import msgspec
+
+from compiled_engine.request import ModelLimits, Request, TokenEvent
+
+Phase = Literal["loading", "compiling", "ready", "draining"]
+
+STATUS_INTERVAL_S = 0.25
+
+
+class EngineStatus(msgspec.Struct, kw_only=True):
+    """Counters and gauges of the engine, sent with a step's events and every `STATUS_INTERVAL_S`.
+
+    Totals only grow. Gauges are as of the newest step record read back from the device.
+    `step_age_s` is the age of the last finished step while work exists, else 0.
+    """
+
+    phase: Phase = "loading"
+    phase_detail: str = ""
+    num_steps: int = 0
+    step_age_s: float = 0.0
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_pages_total: int = 0
+    num_pages_active: int = 0
+    num_pages_cached: int = 0
+    num_pages_free: int = 0
+    num_retractions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_scheduler_errors: int = 0
+    num_recompiles: int = 0
+    limits: ModelLimits | None = None
+
+
+class ClientFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """API process -> engine process."""
+
+    submits: list[Request] = []
+    aborts: list[int] = []
+    shutdown: bool = False
+
+
+class EngineFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Engine process -> API process. `fatal` is the last frame of an engine that cannot go on."""
+
+    events: list[TokenEvent] = []
+    status: EngineStatus | None = None
+    fatal: str | None = None
+
+
+def new_endpoint() -> str:
+    """A fresh `ipc://` address in a folder only this user can enter."""
+    folder = tempfile.mkdtemp(prefix="compiled-engine-")
+    return f"ipc://{os.path.join(folder, 'engine.sock')}"
+
+
+def remove_endpoint(endpoint: str) -> None:
+    """Deletes the socket file and its folder; missing ones are fine."""
+    path = endpoint.removeprefix("ipc://")
+    if os.path.exists(path):
+        os.unlink(path)
+    folder = os.path.dirname(path)
+    if os.path.isdir(folder):
+        os.rmdir(folder)

@@ -1,0 +1,205 @@
+"""What a client asks for and what it gets back, as plain typed records (no torch).
+
+Owns the sampling parameters with their limits, the request, and the per-step token event. The server
+builds these from JSON; the engine process receives them through `ipc`; `LLM` builds them directly.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from compiled_engine.errors import InvalidRequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIAS_ENTRIES = 300
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 512
+MAX_STOP_TOKEN_IDS = 16
+MAX_TOP_K = 2**31 - 1
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+PRIORITY_MIN, PRIORITY_MAX = -(2**15), 2**15 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens of one request are chosen and when it ends. Checked on construction.
+
+    Attributes:
+        temperature: 0 is greedy; at most 100.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set whose probability reaches top_p; in (0, 1].
+        min_p: drop tokens below min_p times the largest probability; in [0, 1].
+        frequency_penalty: subtracted once per earlier *generated* occurrence; in [-2, 2].
+        presence_penalty: subtracted if the token was *generated* before; in [-2, 2].
+        repetition_penalty: divides (or multiplies, if negative) logits of tokens in prompt or output;
+            in (0, 10].
+        logit_bias: token id -> value added to its logit; values in [-100, 100].
+        seed: makes the draw a function of (seed, position); None takes a fresh one.
+        stop: strings that end the answer; found by the server in detokenised text.
+        stop_token_ids: token ids that end the answer.
+        min_tokens: no end token is chosen before this many generated tokens.
+        max_tokens: generated tokens at most; None means up to the model's length.
+        ignore_eos: end-of-sequence tokens do not end the answer.
+
+    Raises:
+        InvalidRequestError: a value is out of range; names the field, the value and the limit.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_k", self.top_k, -1, MAX_TOP_K)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        if self.seed is not None:
+            _check_range("seed", self.seed, SEED_MIN, SEED_MAX)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens = {self.max_tokens}",
+                param="min_tokens",
+            )
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        _check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
+        for token_id, bias in self.logit_bias.items():
+            _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        _check_length("stop", len(self.stop), MAX_STOP_STRINGS)
+        for text in self.stop:
+            if not text:
+                raise InvalidRequestError("stop must not hold an empty string", param="stop")
+            _check_length("stop", len(text), MAX_STOP_STRING_CHARS, unit="characters")
+        _check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+
+
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request may ask of the loaded model; the engine publishes it once it is ready.
+
+    Attributes:
+        max_model_len: prompt plus generated tokens at most.
+        vocab_size: token ids below this exist; padding of the embedding does not count.
+        max_total_tokens: tokens the KV pool holds; one request must fit into it.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_total_tokens: int
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled sequence (a client's `n` makes n of these).
+
+    Attributes:
+        request_id: chosen by the submitting process, never reused by it.
+        prompt_token_ids: at least one token.
+        priority: lower values run first; first come first served within a value.
+        cache_salt: prefix pages are shared only between requests with the same salt.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens one request gained in one step, and its end if it ended.
+
+    Attributes:
+        request_id: the request's own id.
+        token_ids: new tokens in order; the end token that stopped the request is included.
+        finish_reason: None while it runs.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        error: message for the client where finish_reason is "error".
+    """
+
+    request_id: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+def validate_request(request: Request, limits: ModelLimits) -> None:
+    """Checks one request against the model's limits.
+
+    Raises:
+        InvalidRequestError: names the field and both numbers.
+    """
+    num_prompt_tokens = len(request.prompt_token_ids)
+    params = request.params
+    if num_prompt_tokens == 0:
+        raise InvalidRequestError("prompt is empty: at least one token is needed", param="prompt")
+    longest = min(limits.max_model_len, limits.max_total_tokens)
+    if num_prompt_tokens >= longest:
+        raise InvalidRequestError(
+            f"prompt has {num_prompt_tokens} tokens; at most {longest - 1} fit, because prompt and "
+            f"answer share {longest} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if params.max_tokens is not None and num_prompt_tokens + params.max_tokens > longest:
+        raise InvalidRequestError(
+            f"prompt ({num_prompt_tokens} tokens) plus max_tokens ({params.max_tokens}) is more than "
+            f"the {longest} tokens that fit; max_tokens can be at most {longest - num_prompt_tokens}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    _check_range("priority", request.priority, PRIORITY_MIN, PRIORITY_MAX)
+    check_token_ids("prompt", request.prompt_token_ids, limits.vocab_size)
+    check_token_ids("logit_bias", params.logit_bias, limits.vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+
+
+def check_token_ids(
+    field: str, token_ids: list[int] | tuple[int, ...] | dict[int, float], vocab_size: int
+) -> None:
+    """Raises InvalidRequestError for the first id outside [0, vocab_size)."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{field} holds token id {token_id}; ids run from 0 to {vocab_size - 1}", param=field
+            )
+
+
+def _check_range(
+    field: str, value: float, low: float, high: float, *, open_low: bool = False
+) -> None:
+    below = value <= low if open_low else value < low
+    if not math.isfinite(value) or below or value > high:
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(
+            f"{field} is {value}; allowed is {bracket}{low:g}, {high:g}]", param=field.split("[")[0]
+        )
+
+
+def _check_length(field: str, length: int, limit: int, *, unit: str = "entries") -> None:
+    if length > limit:
+        raise InvalidRequestError(
+            f"{field} has {length} {unit}; at most {limit} are allowed", param=field
+        )

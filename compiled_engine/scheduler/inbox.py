@@ -1,0 +1,303 @@
+"""The way in: submits, aborts and grammar masks of one step, as fixed-size tensors.
+
+`InboxBuilder` lives on the host and fills the tensors; `apply_inbox` is the device half, the first
+thing `plan` does. A prompt arrives in pieces of one token page; the row becomes WAITING in the step
+that brings its last piece. Entries of one step take effect in the order submits, aborts, masks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_engine.scheduler.keys import page_term, root_sum
+from compiled_engine.scheduler.state import (
+    ABORTING,
+    BLOCKED,
+    DECODE,
+    ERROR_MASK_WITHOUT_GRAMMAR,
+    ERROR_SUBMIT_TO_USED_ROW,
+    FREE,
+    PREFILL,
+    RETRACTED,
+    WAITING,
+    SchedulerShape,
+    SchedulerState,
+)
+from compiled_engine.scheduler.token_store import pop_token_pages
+
+LIVE_STATES = (WAITING, PREFILL, DECODE, BLOCKED, RETRACTED)
+
+
+class Inbox(NamedTuple):
+    """One step's entries; the first column of each table is 1 for a real entry."""
+
+    submits: Tensor  # [max_submits, 9] i64: real, row, gen, arrival, priority, salt, num_prompt, max_len, grammar
+    pieces: Tensor  # [max_pieces, 5] i64: real, row, index of the token page, length, salt
+    piece_tokens: Tensor  # [max_pieces, token_page_size] i32
+    aborts: Tensor  # [max_aborts, 3] i64: real, row, gen
+    masks: Tensor  # [max_masks, 4] i64: real, row, gen, position
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitEntry:
+    """A request enters `row`, which must be FREE on the device."""
+
+    row: int
+    gen: int
+    arrival: int
+    priority: int
+    salt: int
+    prompt: list[int] = field(repr=False)
+    max_len: int
+    grammar: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbortEntry:
+    """The request of generation `gen` in `row` shall end."""
+
+    row: int
+    gen: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskEntry:
+    """The grammar mask for the token at `position` of `row` is on the device."""
+
+    row: int
+    gen: int
+    position: int
+
+
+Entry = SubmitEntry | AbortEntry | MaskEntry
+_LateEntry = TypeVar("_LateEntry", AbortEntry, MaskEntry)
+
+
+class InboxBuilder:
+    """Queues entries on the host and hands out one step's worth at a time."""
+
+    def __init__(self, shape: SchedulerShape) -> None:
+        self.shape = shape
+        self._submits: deque[SubmitEntry] = deque()
+        self._num_pieces_sent = 0
+        self._aborts: deque[AbortEntry] = deque()
+        self._masks: deque[MaskEntry] = deque()
+        self._empty = self._tensors({})
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing waits to be handed out."""
+        return not (self._submits or self._aborts or self._masks)
+
+    @property
+    def num_pending_submits(self) -> int:
+        """Submits that have not taken effect yet."""
+        return len(self._submits)
+
+    def submit(
+        self,
+        *,
+        row: int,
+        gen: int,
+        arrival: int,
+        priority: int,
+        salt: int,
+        prompt: list[int],
+        max_len: int,
+        grammar: bool = False,
+    ) -> None:
+        """Queues a request; `prompt` has at least one token and fits `max_len - 1`."""
+        assert 0 < len(prompt) < max_len <= self.shape.max_model_len, (len(prompt), max_len)
+        entry = SubmitEntry(
+            row=row,
+            gen=gen,
+            arrival=arrival,
+            priority=priority,
+            salt=salt,
+            prompt=prompt,
+            max_len=max_len,
+            grammar=grammar,
+        )
+        self._submits.append(entry)
+
+    def abort(self, row: int, gen: int) -> None:
+        """Queues an abort. A prompt that is still being uploaded is cut where it is."""
+        for place, entry in enumerate(self._submits):
+            if entry.row == row and entry.gen == gen:
+                sent = self._num_pieces_sent * self.shape.token_page_size if place == 0 else 0
+                cut = entry.prompt[: max(sent, 1)]
+                self._submits[place] = SubmitEntry(
+                    row=row,
+                    gen=gen,
+                    arrival=entry.arrival,
+                    priority=entry.priority,
+                    salt=entry.salt,
+                    prompt=cut,
+                    max_len=entry.max_len,
+                    grammar=entry.grammar,
+                )
+        self._aborts.append(AbortEntry(row=row, gen=gen))
+
+    def mask(self, row: int, gen: int, position: int) -> None:
+        """Queues the arrival of a grammar mask."""
+        self._masks.append(MaskEntry(row=row, gen=gen, position=position))
+
+    def take(self) -> tuple[Inbox, list[Entry]]:
+        """The next step's tensors, and the entries that take effect in it, in order."""
+        if self.is_empty:
+            return self._empty, []
+        pieces, submits = self._take_pieces()
+        pending = {(entry.row, entry.gen) for entry in self._submits}
+        aborts = self._take_ready(self._aborts, self.shape.max_aborts, pending)
+        masks = self._take_ready(self._masks, self.shape.max_masks, pending)
+        applied: list[Entry] = [*submits, *aborts, *masks]
+        inbox = self._tensors(
+            {"submits": submits, "pieces": pieces, "aborts": aborts, "masks": masks}
+        )
+        return inbox, applied
+
+    def _take_pieces(self) -> tuple[list[tuple[SubmitEntry, int]], list[SubmitEntry]]:
+        size = self.shape.token_page_size
+        pieces: list[tuple[SubmitEntry, int]] = []
+        submits: list[SubmitEntry] = []
+        while self._submits and len(submits) < self.shape.max_submits:
+            entry = self._submits[0]
+            total = -(-len(entry.prompt) // size)
+            while self._num_pieces_sent < total and len(pieces) < self.shape.max_pieces:
+                pieces.append((entry, self._num_pieces_sent))
+                self._num_pieces_sent += 1
+            if self._num_pieces_sent < total:
+                break
+            submits.append(self._submits.popleft())
+            self._num_pieces_sent = 0
+        return pieces, submits
+
+    @staticmethod
+    def _take_ready(
+        queue: deque[_LateEntry], limit: int, pending: set[tuple[int, int]]
+    ) -> list[_LateEntry]:
+        """Up to `limit` entries whose submit is not still on its way; the others keep their order."""
+        ready: list[_LateEntry] = []
+        later: list[_LateEntry] = []
+        while queue and len(ready) < limit:
+            entry = queue.popleft()
+            (later if (entry.row, entry.gen) in pending else ready).append(entry)
+        queue.extendleft(reversed(later))
+        return ready
+
+    def _tensors(self, entries: dict[str, list]) -> Inbox:
+        shape = self.shape
+        submits = np.zeros((shape.max_submits, 9), np.int64)
+        submits[:, 1] = shape.max_rows
+        for i, s in enumerate(entries.get("submits", [])):
+            submits[i] = (
+                1, s.row, s.gen, s.arrival, s.priority, s.salt, len(s.prompt), s.max_len, s.grammar,
+            )  # fmt: skip
+        pieces = np.zeros((shape.max_pieces, 5), np.int64)
+        pieces[:, 1] = shape.max_rows
+        size = shape.token_page_size
+        piece_tokens = np.zeros((shape.max_pieces, size), np.int32)
+        for i, (s, index) in enumerate(entries.get("pieces", [])):
+            part = s.prompt[index * size : (index + 1) * size]
+            pieces[i] = (1, s.row, index, len(part), s.salt)
+            piece_tokens[i, : len(part)] = part
+        aborts = np.zeros((shape.max_aborts, 3), np.int64)
+        aborts[:, 1] = shape.max_rows
+        for i, a in enumerate(entries.get("aborts", [])):
+            aborts[i] = (1, a.row, a.gen)
+        masks = np.zeros((shape.max_masks, 4), np.int64)
+        masks[:, 1] = shape.max_rows
+        for i, m in enumerate(entries.get("masks", [])):
+            masks[i] = (1, m.row, m.gen, m.position)
+        return Inbox(*(torch.from_numpy(a) for a in (submits, pieces, piece_tokens, aborts, masks)))
+
+
+def apply_inbox(shape: SchedulerShape, state: SchedulerState, inbox: Inbox) -> None:
+    """Writes one step's entries into the state, in place."""
+    _store_pieces(shape, state, inbox)
+    _apply_submits(shape, state, inbox.submits)
+    real, row, gen = inbox.aborts.unbind(1)
+    row_state = state.state[row]
+    hit = (real == 1) & (state.gen[row] == gen) & _is_live(row_state)
+    target = torch.where(hit, row, shape.max_rows)
+    state.state.index_put_((target,), torch.full_like(row_state, ABORTING))
+    _apply_masks(shape, state, inbox.masks)
+    # The dump row took the masked lanes: it must never look like a request.
+    is_dump = torch.arange(shape.max_rows + 1, device=row.device) == shape.max_rows
+    state.state.masked_fill_(is_dump, FREE)
+    mask_missing = state.grammar & (state.mask_pos != state.num_tokens)
+    state.state.masked_fill_((state.state == BLOCKED) & ~mask_missing, DECODE)
+
+
+def _is_live(row_state: Tensor) -> Tensor:
+    """WAITING, PREFILL, DECODE, BLOCKED or RETRACTED."""
+    return (row_state >= WAITING) & (row_state <= RETRACTED)
+
+
+def _store_pieces(shape: SchedulerShape, state: SchedulerState, inbox: Inbox) -> None:
+    """Puts prompt pieces into token pages and forms their chain sums."""
+    real, row, index, length, salt = inbox.pieces.unbind(1)
+    is_real = (real == 1) & (state.state[row] == FREE)
+    stored, is_real = pop_token_pages(shape, state, is_real)
+    target = torch.where(is_real, row, shape.max_rows)
+    state.token_table.index_put_((target, index), stored.int())
+    state.token_pages.index_put_((stored,), inbox.piece_tokens)
+    per_store = shape.token_page_size // shape.page_size
+    tokens = inbox.piece_tokens.view(-1, per_store, shape.page_size)
+    place = torch.arange(per_store, device=row.device)
+    page = index[:, None] * per_store + place  # [max_pieces, per_store]
+    is_full = ((place + 1) * shape.page_size <= length[:, None]) & is_real[:, None]
+    terms = torch.where(is_full, page_term(tokens, page), 0)
+    # Pieces of one row in one step continue each other: add the totals of the earlier ones.
+    same = (row[:, None] == row) & is_real[:, None] & is_real
+    earlier = (same & (index[:, None] > index)).long()
+    before = (earlier * terms.sum(1)).sum(1)
+    first = torch.where(same, index, shape.token_table_width).amin(1)
+    first = first.clamp_max(shape.token_table_width - 1)
+    previous = state.token_table[row, (first - 1).clamp_min(0)].long()
+    base = torch.where(first == 0, root_sum(salt), state.chain[previous, per_store - 1])
+    chain = (base + before)[:, None] + torch.cumsum(terms, 1)
+    state.chain.index_put_((stored,), chain)
+
+
+def _apply_submits(shape: SchedulerShape, state: SchedulerState, submits: Tensor) -> None:
+    real, row, gen, arrival, priority, salt, num_prompt, max_len, grammar = submits.unbind(1)
+    is_real = (real == 1) & (state.state[row] == FREE)
+    dropped = ((real == 1) & ~is_real).sum().int()
+    state.error[ERROR_SUBMIT_TO_USED_ROW : ERROR_SUBMIT_TO_USED_ROW + 1].add_(dropped)
+    target = torch.where(is_real, row, shape.max_rows)
+
+    def put(tensor: Tensor, value: Tensor | int) -> None:
+        filled = value if isinstance(value, Tensor) else torch.full_like(row, value)
+        tensor.index_put_((target,), filled.to(tensor.dtype))
+
+    put(state.state, WAITING)
+    put(state.gen, gen)
+    put(state.arrival, arrival)
+    put(state.priority, priority)
+    put(state.salt, salt)
+    put(state.num_prompt, num_prompt)
+    put(state.max_len, max_len)
+    put(state.grammar, grammar)
+    put(state.num_tokens, num_prompt)
+    put(state.num_computed, 0)
+    put(state.mask_pos, -1)
+    put(state.pub_ok, 0)
+    put(state.num_cached, 0)
+
+
+def _apply_masks(shape: SchedulerShape, state: SchedulerState, masks: Tensor) -> None:
+    real, row, gen, position = masks.unbind(1)
+    is_ours = (real == 1) & (state.gen[row] == gen) & _is_live(state.state[row])
+    wrong = (is_ours & ~state.grammar[row]).sum().int()
+    state.error[ERROR_MASK_WITHOUT_GRAMMAR : ERROR_MASK_WITHOUT_GRAMMAR + 1].add_(wrong)
+    is_ours = is_ours & state.grammar[row]
+    rows = torch.arange(shape.max_rows + 1, device=row.device)
+    given = torch.where((rows[:, None] == row) & is_ours, position, -1).amax(1)
+    state.mask_pos.copy_(torch.maximum(state.mask_pos, given.int()))

@@ -1,0 +1,60 @@
+"""Page keys: 64-bit sums over the tokens of a prefix, mixed before use.
+
+`chain_i = root(salt) + sum over pages k <= i of mix(h_k + (k + 1) * PAGE_STEP)`, and the key of page
+i is `mix(chain_i)`. A sum of mixed terms can be formed for a whole prompt by one wrapping cumsum,
+or link by link as tokens arrive; both give the same bits. Correctness never rests on a key: tokens
+and the parent's publication number are compared too.
+
+Source: the finaliser of splitmix64 as `mix`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_engine.scheduler.state import SchedulerShape
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+PAGE_STEP = _signed(0xD1B54A32D192ED03)
+MIX_A = _signed(0xBF58476D1CE4E5B9)
+MIX_B = _signed(0x94D049BB133111EB)
+
+
+def _logical_shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scrambles int64 values, wrapping."""
+    x = (x ^ _logical_shift(x, 30)) * MIX_A
+    x = (x ^ _logical_shift(x, 27)) * MIX_B
+    return x ^ _logical_shift(x, 31)
+
+
+def root_sum(salt: Tensor) -> Tensor:
+    """Chain value before the first page of a row with this salt (int64, any shape)."""
+    return mix(salt + GOLDEN)
+
+
+def page_term(tokens: Tensor, page: Tensor) -> Tensor:
+    """What a page adds to the chain.
+
+    Args:
+        tokens: [..., page_size] ids.
+        page: [...] int64, index of the page in its row.
+    """
+    place = torch.arange(1, tokens.shape[-1] + 1, dtype=torch.int64, device=tokens.device)
+    content = mix(tokens.long() + place * GOLDEN).sum(-1)
+    return mix(content + (page + 1) * PAGE_STEP)
+
+
+def page_key(shape: SchedulerShape, chain: Tensor) -> Tensor:
+    """Index key of a page with this chain value."""
+    key = mix(chain)
+    return key if shape.key_bits >= 64 else key & ((1 << shape.key_bits) - 1)

@@ -1,0 +1,109 @@
+"""Paged store of known tokens and their chain sums, for rows with and without KV pages.
+
+Token pages are taken from a stack as a row's tokens arrive and go back when the row becomes FREE.
+The host never lets rows ask for more than there are, so the stack cannot run dry; if it did, the
+error column counts it. Chain sums are what page keys are made from (`keys.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_engine.scheduler.keys import page_term, root_sum
+from compiled_engine.scheduler.state import ERROR_NO_TOKEN_PAGE, SchedulerShape, SchedulerState
+
+
+class PageView(NamedTuple):
+    """Tokens and chain sums of some pages."""
+
+    tokens: Tensor  # [..., page_size] i32
+    chain: Tensor  # [...] i64
+
+
+def row_pages(shape: SchedulerShape, state: SchedulerState, rows: Tensor) -> PageView:
+    """All pages of `rows` [A]: tokens [A, P, page_size], chain [A, P]; unknown ones are garbage."""
+    count = rows.shape[0]
+    stored = state.token_table[rows].long()  # [A, token_table_width]
+    tokens = state.token_pages[stored].reshape(count, -1, shape.page_size)
+    chain = state.chain[stored].reshape(count, -1)
+    return PageView(tokens[:, : shape.table_width], chain[:, : shape.table_width])
+
+
+def single_pages(
+    shape: SchedulerShape, state: SchedulerState, rows: Tensor, pages: Tensor
+) -> PageView:
+    """Page `pages[i]` of row `rows[i]`, both [K]: tokens [K, page_size], chain [K]."""
+    per_store = shape.token_page_size // shape.page_size
+    pages = pages.clamp(0, shape.table_width - 1)
+    stored = state.token_table[rows, pages // per_store].long()
+    place = pages % per_store
+    offsets = place[:, None] * shape.page_size + torch.arange(shape.page_size, device=rows.device)
+    return PageView(state.token_pages[stored[:, None], offsets], state.chain[stored, place])
+
+
+def pop_token_pages(
+    shape: SchedulerShape, state: SchedulerState, wanted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Takes one token page for each true lane of `wanted` [K], in lane order.
+
+    Returns:
+        pages [K] i64, the null page for the other lanes, and the lanes that got one [K] bool.
+    """
+    rank = torch.cumsum(wanted.int(), 0) - 1
+    is_given = wanted & (rank < state.num_free_token_pages)
+    place = torch.where(is_given, state.num_free_token_pages - 1 - rank, shape.num_token_pages)
+    pages = torch.where(is_given, state.free_token_pages[place], 0).long()
+    state.num_free_token_pages.sub_(is_given.sum().int())
+    missing = (wanted & ~is_given).sum().int()
+    state.error[ERROR_NO_TOKEN_PAGE : ERROR_NO_TOKEN_PAGE + 1].add_(missing)
+    return pages, is_given
+
+
+def push_token_pages(
+    shape: SchedulerShape, state: SchedulerState, rows: Tensor, is_freed: Tensor
+) -> None:
+    """Gives back every token page of the lanes of `rows` [F] where `is_freed` [F]."""
+    width = shape.token_table_width
+    used = -(-state.num_tokens[rows] // shape.token_page_size)  # [F]
+    column = torch.arange(width, device=rows.device)
+    is_real = (column < used[:, None]) & is_freed[:, None]
+    pages = state.token_table[rows].flatten()
+    is_real = is_real.flatten()
+    rank = torch.cumsum(is_real.int(), 0) - 1
+    place = torch.where(is_real, state.num_free_token_pages + rank, shape.num_token_pages)
+    state.free_token_pages.index_put_((place,), pages)
+    state.num_free_token_pages.add_(is_real.sum().int())
+
+
+def append_tokens(
+    shape: SchedulerShape, state: SchedulerState, tokens: Tensor, is_given: Tensor
+) -> None:
+    """Appends `tokens` [R + 1] i32 to the rows where `is_given` [R + 1], and extends their chains."""
+    rows = torch.arange(shape.max_rows + 1, device=tokens.device)
+    position = state.num_tokens.long()
+    column, offset = position // shape.token_page_size, position % shape.token_page_size
+    column = column.clamp_max(shape.token_table_width - 1)
+    fresh, got_fresh = pop_token_pages(shape, state, is_given & (offset == 0))
+    target_row = torch.where(got_fresh, rows, shape.max_rows)
+    state.token_table.index_put_((target_row, column), fresh.int())
+    stored = torch.where(is_given, state.token_table[rows, column], 0).long()
+    state.token_pages.index_put_((stored, offset), tokens)
+    state.num_tokens.add_(is_given.int())
+    _extend_chains(shape, state, is_given)
+
+
+def _extend_chains(shape: SchedulerShape, state: SchedulerState, is_given: Tensor) -> None:
+    """Adds one link for rows whose newest token completed a page."""
+    rows = torch.arange(shape.max_rows + 1, device=is_given.device)
+    per_store = shape.token_page_size // shape.page_size
+    is_complete = is_given & (state.num_tokens % shape.page_size == 0)
+    page = (state.num_tokens.long() // shape.page_size - 1).clamp_min(0)
+    before = single_pages(shape, state, rows, (page - 1).clamp_min(0)).chain
+    before = torch.where(page == 0, root_sum(state.salt), before)
+    link = before + page_term(single_pages(shape, state, rows, page).tokens, page)
+    stored = state.token_table[rows, (page // per_store).clamp_max(shape.token_table_width - 1)]
+    stored = torch.where(is_complete, stored, 0).long()
+    state.chain.index_put_((stored, page % per_store), link)

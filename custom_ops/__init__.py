@@ -1,0 +1,49 @@
+"""Custom ops. Importing this package registers every schema, body and fake; it needs torch only.
+
+`ALL_OPS` lists them; generic tests and the pass pipeline walk it.
+"""
+
+from compiled_engine.custom_ops.activation import SILU_AND_MUL, silu_and_mul
+from compiled_engine.custom_ops.attention import (
+    PAGED_ATTENTION,
+    LayerCache,
+    PagedContext,
+    attention,
+)
+from compiled_engine.custom_ops.library import OpSpec
+from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, rms_norm
+from compiled_engine.custom_ops.rope_kv import (
+    KV_WRITE,
+    QK_NORM_ROPE,
+    QK_NORM_ROPE_KV_WRITE,
+    ROPE,
+    ROPE_KV_WRITE,
+    kv_write,
+    qk_norm_rope,
+    rope,
+)
+
+ALL_OPS: tuple[OpSpec, ...] = (
+    RMS_NORM,
+    ADD_RMS_NORM,
+    SILU_AND_MUL,
+    ROPE,
+    QK_NORM_ROPE,
+    KV_WRITE,
+    ROPE_KV_WRITE,
+    QK_NORM_ROPE_KV_WRITE,
+    PAGED_ATTENTION,
+)
+
+__all__ = [
+    "ALL_OPS",
+    "LayerCache",
+    "OpSpec",
+    "PagedContext",
+    "attention",
+    "kv_write",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "silu_and_mul",
+]

@@ -1,0 +1,58 @@
+"""The `ce` op namespace, and how a contract file adds an op to it.
+
+An op is a name for a piece of mathematics. Its body is the plain-torch reference; passes match the
+name, and the last step of the pass pipeline expands what no pass took into that same body. Importing
+this module registers nothing; the contract files (norm, activation, rope_kv, attention) do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.library import Library
+
+NAMESPACE = "ce"
+LIBRARY = Library(NAMESPACE, "DEF")
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One registered op.
+
+    Attributes:
+        name: name inside the namespace.
+        overload: the `OpOverload` that appears in graphs.
+        reference: plain-torch body with the op's own signature.
+        functional_reference: for ops that mutate: same arguments, returns the op's results followed
+            by the new value of each mutated argument, in schema order. None for pure ops.
+        is_expandable: False for ops that always run their own kernel (attention).
+        example_inputs: (dtype, device, seed) -> argument tuples for the generic tests.
+    """
+
+    name: str
+    overload: Any
+    reference: Callable[..., Any]
+    functional_reference: Callable[..., tuple[torch.Tensor, ...]] | None
+    is_expandable: bool
+    example_inputs: Callable[[torch.dtype, torch.device, int], list[tuple[Any, ...]]]
+
+
+def define_op(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    example_inputs: Callable[[torch.dtype, torch.device, int], list[tuple[Any, ...]]],
+    functional_reference: Callable[..., tuple[torch.Tensor, ...]] | None = None,
+    is_expandable: bool = True,
+) -> OpSpec:
+    """Registers schema, body and fake of one op, and returns its description."""
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return OpSpec(name, overload, reference, functional_reference, is_expandable, example_inputs)

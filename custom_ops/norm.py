@@ -1,0 +1,58 @@
+"""Contracts of the norm family: `rms_norm`, and `add_rms_norm` that a pass puts in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops.library import define_op
+
+
+def _norm_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    shapes = [(1, 64), (7, 96), (3, 2, 33), (0, 64)]
+    return [(normal(*shape), normal(shape[-1]), 1e-5) for shape in shapes]
+
+
+def _add_norm_examples(
+    dtype: torch.dtype, device: torch.device, seed: int
+) -> list[tuple[Any, ...]]:
+    plain = _norm_examples(dtype, device, seed)
+    return [(x, x.flip(0) * 0.5, weight, eps) for x, weight, eps in plain]
+
+
+def _fake_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+def _fake_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
+    return _fake_rms_norm(total, weight, eps), total
+
+
+RMS_NORM = define_op(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    reference=reference.rms_norm,
+    fake=_fake_rms_norm,
+    example_inputs=_norm_examples,
+)
+ADD_RMS_NORM = define_op(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    reference=reference.add_rms_norm,
+    fake=_fake_add_rms_norm,
+    example_inputs=_add_norm_examples,
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last dim; see `reference.rms_norm`."""
+    return torch.ops.ce.rms_norm.default(x, weight, eps)

@@ -1,0 +1,217 @@
+"""Layers every model file shares: norm, rotary tables, gated MLP, the decoder layer, the model.
+
+Rows are flattened tokens `[T, hidden]`. A layer takes `(hidden, residual)` and returns the pair
+with the residual not yet added to `hidden`, so that each add stands directly before the norm that
+reads it. Without a cache and a context a model runs eagerly on one full sequence; that run is the
+reference for everything else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compiled_engine.custom_ops import (
+    LayerCache,
+    PagedContext,
+    attention,
+    kv_write,
+    rms_norm,
+    rope,
+    silu_and_mul,
+)
+from compiled_engine.models.config import ModelConfig
+
+
+class Rotary(NamedTuple):
+    """Cosine and sine of every token's angles: both [T, head_dim // 2] fp32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RMSNorm(nn.Module):
+    """`rms_norm` with a weight [size]."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Rotary frequencies [head_dim // 2] fp32, with the config's scaling.
+
+    Source: RoFormer; llama3 stretching as published with Llama 3.1.
+    """
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / (config.rope_theta ** (exponent / config.head_dim))
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    trained = scaling.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = ((trained / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+class RotaryEmbedding(nn.Module):
+    """Positions to cosines and sines. Holds the frequencies as a buffer that is not a weight."""
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer(
+            "inverse_frequencies", inverse_frequencies(config), persistent=False
+        )
+
+    def reset(self, device: torch.device) -> None:
+        """Computes the frequencies anew on `device`, after the module was made without storage."""
+        self.inverse_frequencies = inverse_frequencies(self.config).to(device)
+
+    def forward(self, positions: Tensor) -> Rotary:
+        angles = positions.float().unsqueeze(-1) * self.inverse_frequencies
+        return Rotary(angles.cos(), angles.sin())
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))` with gate and up in one matrix."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped keys and values and rotary positions."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self.qkv_proj = nn.Linear(
+            config.hidden_size, heads * config.head_dim, bias=config.attention_bias
+        )
+        self.o_proj = nn.Linear(
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+        )
+
+    def position(self, q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Puts positions into q [T, H, D] and k [T, H_kv, D]."""
+        return rope(q, k, rotary.cos, rotary.sin)
+
+    def forward(
+        self, x: Tensor, rotary: Rotary, cache: LayerCache | None, ctx: PagedContext | None
+    ) -> Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 H_kv, D]
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = self.position(q, k, rotary)
+        if cache is not None and ctx is not None:
+            kv_write(k, v, cache.k_cache, cache.v_cache, ctx.slot_mapping)
+        out = attention(q, k, v, cache, ctx, self.scale)
+        return self.o_proj(out.flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP; see the module docstring for `(hidden, residual)`."""
+
+    def __init__(self, config: ModelConfig, attention_class: type[Attention]) -> None:
+        super().__init__()
+        self.self_attn = attention_class(config)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        rotary: Rotary,
+        cache: LayerCache | None = None,
+        ctx: PagedContext | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        residual = residual + hidden
+        hidden = self.self_attn(self.input_layernorm(residual), rotary, cache, ctx)
+        residual = residual + hidden
+        hidden = self.mlp(self.post_attention_layernorm(residual))
+        return hidden, residual
+
+
+class DecoderStack(nn.Module):
+    """Embedding, rotary tables, layers and final norm; named as in Hugging Face checkpoints."""
+
+    def __init__(self, config: ModelConfig, attention_class: type[Attention]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, attention_class) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model, whole or in the pieces the engine compiles.
+
+    `embed`, each of `layers`, and `head` are the pieces; `forward` is their plain composition.
+    """
+
+    attention_class: type[Attention] = Attention
+    # fused parameter -> the checkpoint's parameters whose rows it holds, in order
+    packed_modules: dict[str, tuple[str, ...]] = {  # noqa: RUF012 - a constant of the class
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderStack(config, self.attention_class)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def layers(self) -> Sequence[DecoderLayer]:
+        """The decoder layers in order."""
+        return list(self.model.layers)  # type: ignore[arg-type]
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Rotary]:
+        """Token ids and positions [T] to the first layer's hidden (zeros), residual and rotary."""
+        residual = self.model.embed_tokens(token_ids)
+        return torch.zeros_like(residual), residual, self.model.rotary(positions)
+
+    def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        """Last layer's pair [T, hidden] to logits [T, vocab_size]."""
+        normed = self.model.norm(residual + hidden)
+        if self.config.tie_word_embeddings:
+            return nn.functional.linear(normed, self.model.embed_tokens.weight)
+        return self.lm_head(normed)
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [T, vocab_size] of one full sequence of T tokens, without a cache."""
+        hidden, residual, rotary = self.embed(token_ids, positions)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, rotary)
+        return self.head(hidden, residual)

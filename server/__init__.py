@@ -1,0 +1,1 @@
+"""The API process: OpenAI routes over an `EngineClient`. No torch anywhere below this package."""

@@ -1,0 +1,327 @@
+"""The aiohttp application and its life: routes, middlewares, start, graceful stop.
+
+Owns who is let in and what every error becomes. The port is bound by `bind_socket` before the model
+is loaded; the engine client is handed in. Exit codes of `serve_app`: 0 after a clean stop,
+`EXIT_ENGINE_DIED` if the engine process died, 128 + signal number after a second signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import signal
+import socket
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from compiled_engine.config import ServerConfig
+from compiled_engine.errors import (
+    AuthenticationError,
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+)
+from compiled_engine.server import control
+from compiled_engine.server.admission import Admission
+from compiled_engine.server.chat import create_chat_completion
+from compiled_engine.server.completions import create_completion
+from compiled_engine.server.engine_client import EngineClient, running_client
+from compiled_engine.server.metrics import ServerMetrics
+from compiled_engine.server.sse import error_response
+from compiled_engine.server.state import STATE, ServerState
+from compiled_engine.server.validation import default_sampling_params
+from compiled_engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+EXIT_ENGINE_DIED = 3
+# After the engine's death the server still answers 503 for a while, so that clients and probes see
+# the reason and not a closed port.
+DEATH_LINGER_S = 3.0
+_POLL_S = 0.05
+# What a call ended by the drain's deadline gets to send its last chunk.
+_LAST_WORDS_S = 1.0
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_MAX_REQUEST_ID_CHARS = 128
+_REQUEST_ID = web.RequestKey("request_id", str)
+_STATIC = web.AppKey("static_answers", control.StaticAnswers)
+
+
+def make_app(
+    engine_client: EngineClient,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    model_name: str,
+    *,
+    created: int,
+    default_sampling: Mapping[str, Any],
+) -> web.Application:
+    """Builds the server; it starts and closes the engine client with itself.
+
+    Args:
+        engine_client: not started yet.
+        tokenizer: of the served model.
+        config: limits and the API key.
+        model_name: name on `/v1/models`.
+        created: Unix time shown for the model.
+        default_sampling: `SamplingParams` fields for requests that leave them out.
+
+    Raises:
+        ConfigError: a default sampling value is unknown or out of range.
+    """
+    admission = Admission(
+        max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
+    )
+    state = ServerState(
+        engine=engine_client,
+        tokenizer=tokenizer,
+        config=config,
+        model_name=model_name,
+        created=created,
+        default_sampling=default_sampling_params(default_sampling),
+        admission=admission,
+        metrics=ServerMetrics(model_name, engine_client, admission),
+    )
+    static = control.StaticAnswers()
+    app = web.Application(
+        middlewares=[_answer_errors, _check_api_key], client_max_size=config.max_body_bytes
+    )
+    app[STATE] = state
+    app[_STATIC] = static
+    app.add_routes(
+        [
+            web.get("/", static.get_page),
+            web.get("/openapi.json", static.get_openapi),
+            web.get("/health", control.get_health),
+            web.get("/ready", control.get_ready),
+            web.get("/metrics", control.get_metrics),
+            web.get("/version", control.get_version),
+            web.get("/v1/models", control.list_models),
+            web.get("/v1/models/{model:.+}", control.get_model),
+            web.post("/v1/completions", create_completion),
+            web.post("/v1/chat/completions", create_chat_completion),
+            web.post("/tokenize", control.tokenize),
+            web.post("/detokenize", control.detokenize),
+        ]
+    )
+    app.on_response_prepare.append(_add_request_id)
+    app.cleanup_ctx.append(_run_parts)
+    return app
+
+
+async def _run_parts(app: web.Application) -> AsyncIterator[None]:
+    state = app[STATE]
+    async with running_client(state.engine):
+        yield
+    state.text_pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _request_id(request: web.Request) -> str:
+    """The client's own id where it is short and printable, else a fresh one."""
+    given = request.headers.get("X-Request-ID", "")
+    if 0 < len(given) <= _MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
+
+
+async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["X-Request-ID"] = request.get(_REQUEST_ID) or _request_id(request)
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns every exception into OpenAI's error shape; the text of a bug stays in the log."""
+    request[_REQUEST_ID] = _request_id(request)
+    try:
+        response = await handler(request)
+    except EngineError as error:
+        response = error_response(error)
+    except web.HTTPException as error:
+        response = _http_error_response(request, error)
+    except ConnectionResetError:
+        # The client is gone: there is nobody to answer.
+        raise
+    except Exception:
+        logger.exception("request %s failed", request[_REQUEST_ID])
+        response = error_response(EngineError("internal error"))
+    request.app[STATE].metrics.count_response(response.status)
+    return response
+
+
+def _http_error_response(request: web.Request, error: web.HTTPException) -> web.Response:
+    if error.status == 404:
+        return error_response(control.not_found(request))
+    if error.status == 405:
+        message = f"{request.path[:200]} does not take {request.method}"
+    elif error.status == 413:
+        limit = request.app[STATE].config.max_body_bytes
+        message = f"the request body is larger than {limit} bytes, the limit of this server"
+    else:
+        message = error.text or error.reason
+    shown = InvalidRequestError(message)
+    shown.status = error.status
+    response = error_response(shown)
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    if error.status in (408, 413):
+        # The rest of the body is not worth reading.
+        response.force_close()
+    return response
+
+
+@web.middleware
+async def _check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses calls without the key before it matters whether the route exists."""
+    api_key = request.app[STATE].config.api_key
+    if api_key is None or request.path in _OPEN_PATHS:
+        return await handler(request)
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    is_right = hmac.compare_digest(
+        given.strip().encode("utf-8", "surrogateescape"), api_key.encode("utf-8")
+    )
+    if scheme.lower() == "bearer" and is_right:
+        return await handler(request)
+    if request.path == "/" and "text/html" in request.headers.get("Accept", ""):
+        # A browser cannot send the key with the address: the page comes as the body of the refusal
+        # and asks for it.
+        return request.app[_STATIC].page_response(status=401)
+    raise AuthenticationError(
+        "the API key is missing or wrong; send it as `Authorization: Bearer <key>`",
+        code="invalid_api_key",
+    )
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A bound socket, taken before the model is loaded; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be bound; one line saying why.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host} is no address: {error.strerror}", param="host") from error
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; --port takes another one",
+            param="port",
+        ) from error
+    return sock
+
+
+class _Signals:
+    """Counts SIGINT and SIGTERM while the server runs."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def install(self, loop: asyncio.AbstractEventLoop) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take, number)
+
+    def remove(self, loop: asyncio.AbstractEventLoop) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    def _take(self, number: int) -> None:
+        self.received.append(number)
+
+
+async def serve_app(
+    app: web.Application,
+    sock: socket.socket,
+    config: ServerConfig,
+    *,
+    on_started: Callable[[], None] | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> int:
+    """Serves until a signal comes or the engine dies; returns the process's exit code.
+
+    The first SIGINT or SIGTERM begins the drain: new work gets 503, running calls may finish until
+    `drain_timeout_s` and then end with an error. A second signal ends everything at once.
+
+    Args:
+        app: from `make_app`.
+        sock: from `bind_socket`; closed at the end.
+        config: the drain's deadline.
+        on_started: called once the port answers; the engine may still be loading.
+        on_ready: called once the engine takes requests.
+    """
+    loop = asyncio.get_running_loop()
+    signals = _Signals()
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_WORDS_S
+    )
+    signals.install(loop)
+    try:
+        await runner.setup()
+        await web.SockSite(runner, sock, backlog=1024).start()
+        if on_started is not None:
+            on_started()
+        state = app[STATE]
+        await _until_end(state, signals, on_ready)
+        if state.engine.is_dead:
+            state.drain.is_draining = True
+            await _until(lambda: len(signals.received) > 0, DEATH_LINGER_S)
+            return EXIT_ENGINE_DIED
+        return await _drain(state, signals, config.drain_timeout_s)
+    finally:
+        await runner.cleanup()
+        signals.remove(loop)
+        sock.close()
+
+
+async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Waits until `condition` holds, at most `timeout_s`; returns whether it does."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not condition():
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
+async def _until_end(
+    state: ServerState, signals: _Signals, on_ready: Callable[[], None] | None
+) -> None:
+    while not signals.received and not state.engine.is_dead:
+        if on_ready is not None and state.engine.is_ready:
+            on_ready()
+            on_ready = None
+        await asyncio.sleep(_POLL_S)
+
+
+async def _drain(state: ServerState, signals: _Signals, timeout_s: float) -> int:
+    drain = state.drain
+    drain.is_draining = True
+    if drain.num_running:
+        logger.warning(
+            "stopping: %d calls may finish within %g s; a second signal ends them now",
+            drain.num_running,
+            timeout_s,
+        )
+
+    def is_over() -> bool:
+        return drain.num_running == 0 or len(signals.received) > 1 or state.engine.is_dead
+
+    await _until(is_over, timeout_s)
+    if len(signals.received) > 1:
+        return 128 + signals.received[1]
+    if drain.num_running and not state.engine.is_dead:
+        logger.warning("%d calls did not finish in time and end with an error", drain.num_running)
+        drain.expire()
+    await _until(lambda: drain.num_running == 0, _LAST_WORDS_S)
+    return EXIT_ENGINE_DIED if state.engine.is_dead else 0

@@ -1,0 +1,154 @@
+"""`POST /v1/completions`: text or token ids in, text out, streamed or not."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from compiled_engine.server.admission import Permit
+from compiled_engine.server.generation import (
+    ChoiceRun,
+    build_runs,
+    call_scope,
+    generate,
+    read_body,
+    usage_of,
+)
+from compiled_engine.server.prompts import encode_prompts
+from compiled_engine.server.protocol import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+)
+from compiled_engine.server.sse import json_response, stream_response
+from compiled_engine.server.state import STATE, ServerState
+from compiled_engine.server.validation import (
+    DEFAULT_COMPLETION_TOKENS,
+    Sampling,
+    completion_prompts,
+    parse_request,
+    validate_sampling,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One valid call: its sequences, and the text each starts with where `echo` is asked for."""
+
+    sampling: Sampling
+    runs: list[ChoiceRun]
+    echoes: list[str]
+    started_s: float
+    head: CompletionResponse
+
+    def chunk(self, choices: list[CompletionChoice], *, with_usage: bool) -> CompletionResponse:
+        usage = usage_of(self.runs, self.sampling.n) if with_usage else UNSET
+        if not with_usage and self.sampling.include_usage:
+            usage = None
+        return msgspec.structs.replace(self.head, choices=choices, usage=usage)
+
+
+async def create_completion(request: web.Request) -> web.StreamResponse:
+    """Handles one call; errors are raised for the error middleware."""
+    started_s = time.perf_counter()
+    state = request.app[STATE]
+    async with call_scope(state) as permit:
+        async with state.drain.interruptible():
+            body, unknown = parse_request(await read_body(request), CompletionRequest)
+            state.note_unknown_fields(unknown)
+            call = await _prepare(state, body, permit, started_s)
+        if call.sampling.stream:
+            return await stream_response(request, _chunks(state, call))
+        return json_response(await _whole(state, call))
+
+
+async def _prepare(
+    state: ServerState, body: CompletionRequest, permit: Permit, started_s: float
+) -> _Call:
+    state.check_model(body.model)
+    sampling = validate_sampling(
+        body, state.default_sampling, max_n=state.config.max_n, max_tokens=body.max_tokens
+    )
+    prompts = completion_prompts(body)
+    permit.extend_requests(len(prompts) * sampling.n)
+    limits = state.require_limits()
+    prompt_ids = await state.in_text_pool(
+        partial(
+            encode_prompts,
+            state.tokenizer,
+            prompts,
+            max_tokens=min(limits.max_model_len, limits.max_total_tokens),
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+    )
+    permit.extend_tokens(sum(map(len, prompt_ids)) * sampling.n)
+    runs = build_runs(
+        state,
+        sampling,
+        prompt_ids,
+        limits=limits,
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        prompt_field="prompt",
+    )
+    echoes = [""] * len(prompts)
+    if body.echo:
+        echoes = await state.in_text_pool(partial(_echoes, state, prompts, sampling))
+    return _Call(
+        sampling=sampling,
+        runs=runs,
+        echoes=[echo for echo in echoes for _ in range(sampling.n)],
+        started_s=started_s,
+        head=CompletionResponse(
+            id=f"cmpl-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=state.model_name,
+            choices=[],
+        ),
+    )
+
+
+def _echoes(
+    state: ServerState, prompts: Sequence[str | list[int]], sampling: Sampling
+) -> list[str]:
+    return [
+        prompt
+        if isinstance(prompt, str)
+        else state.tokenizer.decode(prompt, skip_special_tokens=sampling.skip_special_tokens)
+        for prompt in prompts
+    ]
+
+
+async def _whole(state: ServerState, call: _Call) -> CompletionResponse:
+    texts = [[echo] for echo in call.echoes]
+    choices: dict[int, CompletionChoice] = {}
+    async with generate(state, call.runs, call.started_s) as pieces:
+        async for piece in pieces:
+            texts[piece.index].append(piece.text)
+            if piece.finish_reason is not None:
+                choices[piece.index] = CompletionChoice(
+                    piece.index,
+                    "".join(texts[piece.index]),
+                    piece.finish_reason,
+                    piece.stop_reason,
+                )
+    return call.chunk([choices[i] for i in range(len(call.runs))], with_usage=True)
+
+
+async def _chunks(state: ServerState, call: _Call) -> AsyncGenerator[CompletionResponse, None]:
+    unsent = dict(enumerate(call.echoes))
+    sampling = call.sampling
+    async with generate(state, call.runs, call.started_s) as pieces:
+        async for piece in pieces:
+            text = unsent.pop(piece.index, "") + piece.text
+            if text or piece.finish_reason is not None:
+                choice = CompletionChoice(piece.index, text, piece.finish_reason, piece.stop_reason)
+                yield call.chunk([choice], with_usage=sampling.continuous_usage)
+    if sampling.include_usage:
+        yield call.chunk([], with_usage=True)

@@ -1,0 +1,302 @@
+"""The JSON the server takes and gives, as typed records; names and meaning are OpenAI's and vLLM's.
+
+Owns the shapes only. Rules about values, defaults and fields that cannot be honoured are in
+`validation`. A request field that is absent or null means its default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ChoiceFinishReason = Literal["stop", "length"]
+
+_PROMPT_SCHEMA = {
+    "description": "Text, token ids, or a list of either.",
+    "oneOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        },
+    ],
+}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT_SCHEMA)]
+    echo: bool | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message's content; only parts of type "text" are taken."""
+
+    type: str
+    text: str | None = None
+
+
+class ToolCallFunction(msgspec.Struct, kw_only=True):
+    """Name and JSON arguments of an earlier tool call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A tool call in the history of a chat."""
+
+    function: ToolCallFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of a chat."""
+
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatTemplateFields(msgspec.Struct, kw_only=True):
+    """Fields that decide how messages become a prompt."""
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /tokenize`: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How much of the prompt came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of one call; a prompt counts once however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionChoice(msgspec.Struct):
+    """One answer, or in a stream one piece of it."""
+
+    index: int
+    text: str
+    finish_reason: ChoiceFinishReason | None
+    stop_reason: str | int | None = None
+    logprobs: None = None
+
+
+class CompletionResponse(msgspec.Struct):
+    """Answer of `/v1/completions`, and each chunk of its stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: Literal["text_completion"] = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class AssistantMessage(msgspec.Struct):
+    """The answer of a chat."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer of a chat."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: ChoiceFinishReason
+    stop_reason: str | int | None = None
+    logprobs: None = None
+
+
+class ChatResponse(msgspec.Struct):
+    """Answer of `/v1/chat/completions`."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct):
+    """What a chunk adds to the answer; absent fields add nothing."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """One choice's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: ChoiceFinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: None = None
+
+
+class ChatChunk(msgspec.Struct):
+    """One chunk of a chat's stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(msgspec.Struct):
+    """The served model; `max_model_len` is null until the model is loaded."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    object: Literal["model"] = "model"
+    owned_by: str = "compiled-engine"
+
+
+class ModelList(msgspec.Struct):
+    """Answer of `/v1/models`."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class TokenizeResponse(msgspec.Struct):
+    """Answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """Answer of `/detokenize`."""
+
+    prompt: str
+
+
+class VersionResponse(msgspec.Struct):
+    """Answer of `/version`."""
+
+    version: str
+
+
+class HealthResponse(msgspec.Struct):
+    """Answer of `/health` and `/ready`, with 200 or 503.
+
+    Attributes:
+        status: "ok", or why not.
+        phase: what the engine is doing.
+        phase_detail: the same in more words.
+        step_age_s: age of the last finished step while there is work, else 0.
+    """
+
+    status: str
+    phase: str
+    phase_detail: str
+    step_age_s: float
+
+
+class ErrorDetail(msgspec.Struct):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    """Body of every answer that is not 2xx, and of an error inside a stream."""
+
+    error: ErrorDetail
