@@ -7,8 +7,9 @@ Environment variables that are read at all: `COMPILED_ENGINE_CACHE` (cache folde
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -129,6 +130,19 @@ class ServerConfig:
         _check("--max-n", self.max_n, 1, 1024)
         if self.api_key == "":
             raise ConfigError("--api-key is empty; leave it out to serve without", param="api_key")
+
+
+def config_to_json(config: EngineConfig) -> str:
+    """The config as JSON, for the engine process's command line."""
+    return json.dumps({**asdict(config), "cache_dir": str(config.cache_dir)})
+
+
+def config_from_json(text: str) -> EngineConfig:
+    """The inverse of `config_to_json`."""
+    fields = json.loads(text)
+    fields["cache_dir"] = Path(fields["cache_dir"])
+    fields["disable_passes"] = tuple(fields["disable_passes"])
+    return EngineConfig(**fields)
 
 
 def _check(flag: str, value: int | None, low: int, high: int) -> None:

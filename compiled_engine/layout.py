@@ -31,6 +31,14 @@ def layout(
     shape: SchedulerShape, state: SchedulerState, plan: Plan, num_tokens: int
 ) -> StepInputs:
     """Lays the rows with tokens out by rank into `num_tokens` places. Reads only."""
+    token = torch.arange(num_tokens, device=plan.give.device)
+    return layout_places(shape, state, plan, token)
+
+
+def layout_places(
+    shape: SchedulerShape, state: SchedulerState, plan: Plan, token: Tensor
+) -> StepInputs:
+    """The same with the places given as `token = arange(T)`, so that T can be a dynamic size."""
     group = state.groups[0]
     device = plan.give.device
     rows = torch.arange(shape.max_rows + 1, device=device)
@@ -40,7 +48,6 @@ def layout(
     seq_rows = listed[: shape.max_rows]
     lengths = torch.where(seq_rows < shape.max_rows, plan.give[seq_rows], 0)
     ends = torch.cumsum(lengths, 0)
-    token = torch.arange(num_tokens, device=device)
     is_real = token < ends[-1]
     seq = torch.searchsorted(ends, token, right=True).clamp_max(shape.max_rows - 1)
     row = torch.where(is_real, seq_rows[seq], shape.max_rows)

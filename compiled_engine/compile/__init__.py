@@ -1,0 +1,1 @@
+"""Compiling: the driver, and the one file with private torch names."""

@@ -1,0 +1,76 @@
+"""Compiles the functions a step is made of, through our passes, and counts what it cost.
+
+A piece is compiled once for each static size it is asked for, and once with a dynamic size for all
+others; the caller picks by size, so guards never decide between versions. Compiled code lands in the
+engine's own cache folder; a second start with the same sources finds it there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from compiled_engine.compile.torch_compat import dynamo_counters, set_cache_dir, with_own_code
+from compiled_engine.config import EngineConfig
+from compiled_engine.counters import CompileCounters
+from compiled_engine.passes import PassPipeline
+
+
+class CompileDriver:
+    """One per engine.
+
+    Args:
+        config: `enforce_eager` and `disable_passes` are read, and the cache folder.
+        kept_ops: fused ops that have a kernel on this device.
+
+    Raises:
+        ConfigError: an unknown pass name in `disable_passes`.
+    """
+
+    def __init__(self, config: EngineConfig, *, kept_ops: frozenset[str] = frozenset()) -> None:
+        self.counters = CompileCounters()
+        self.is_eager = config.enforce_eager
+        set_cache_dir(os.path.join(config.cache_dir, "inductor"))
+        self.passes = PassPipeline(
+            disabled=config.disable_passes,
+            kept_ops=kept_ops,
+            on_pass=self.counters.count_pass,
+        )
+        self._start: dict[str, int] = {}
+        if not self.is_eager:
+            self._start = dynamo_counters()
+            self._graphs_when_warm: int | None = None
+
+    def compile(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`function` compiled as one graph, or itself when eager.
+
+        The copy has a code object of its own: other pieces made from the same function do not share
+        compiled versions with it.
+        """
+        if self.is_eager:
+            return function
+        import torch
+
+        return torch.compile(
+            with_own_code(function, name),
+            fullgraph=True,
+            dynamic=False,
+            options={"post_grad_custom_pre_pass": self.passes},
+        )
+
+    def finish_warm_up(self) -> None:
+        """From here on every captured graph counts as a recompile."""
+        self.refresh()
+        if not self.is_eager:
+            self._graphs_when_warm = self.counters.num_graphs
+
+    def refresh(self) -> CompileCounters:
+        """Brings the counters up to date with torch's own, and returns them."""
+        if self.is_eager:
+            return self.counters
+        for name, total in dynamo_counters().items():
+            setattr(self.counters, name, total - self._start[name])
+        if self._graphs_when_warm is not None:
+            self.counters.num_recompiles = self.counters.num_graphs - self._graphs_when_warm
+        return self.counters

@@ -1,0 +1,54 @@
+"""The only place, besides `passes/pattern.py`, that touches private torch names.
+
+Each use names the versions it was seen in (2.11 to 2.14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+
+def dynamo_counters() -> dict[str, int]:
+    """Totals of Dynamo's and Inductor's own counters in this process."""
+    import torch._inductor.metrics
+    from torch._dynamo.utils import counters
+
+    return {
+        "num_graphs": counters["stats"]["unique_graphs"],
+        "num_graph_breaks": sum(counters["graph_break"].values()),
+        "num_inductor_compiles": counters["inductor"]["fxgraph_cache_miss"],
+        "num_cache_hits": counters["inductor"]["fxgraph_cache_hit"],
+        "num_kernels": torch._inductor.metrics.generated_kernel_count,
+    }
+
+
+def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A copy of `function` with a code object of its own.
+
+    Dynamo keeps compiled versions by code object; a copy keeps sizes that are compiled apart from
+    looking into each other's versions.
+    """
+    assert isinstance(function, FunctionType), function
+    code = function.__code__.replace(co_name=name)
+    copy = FunctionType(
+        code, function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = function.__annotations__
+    return copy
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int, *, low: int, high: int) -> None:
+    """Says that `dim` varies between `low` and `high`, for the compile that sees the tensor next."""
+    torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
+
+
+def set_cache_dir(path: str) -> None:
+    """Puts Inductor's cache into `path`. Must run before Inductor is imported."""
+    import os
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = path

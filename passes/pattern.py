@@ -1,0 +1,176 @@
+"""Small helpers over FX graphs and Inductor's pattern matcher, shared by the passes.
+
+The only place in `passes/` that touches private Inductor names (seen in torch 2.11 to 2.14):
+`CustomGraphPass`, `auto_functionalized_v2`, `fwd_only` tracing through `Match.replace_by_example`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import (
+    CallFunctionVarArgs,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+from torch.fx import Graph, Node
+
+__all__ = [
+    "CustomGraphPass",
+    "Graph",
+    "Node",
+    "calls",
+    "copy_meta",
+    "expand_functionalized",
+    "expander",
+    "functionalized_calls",
+    "getitems",
+    "is_item_of",
+    "whole_bases",
+]
+
+
+def calls(graph: Graph, overload: Any) -> Iterator[Node]:
+    """Call nodes of `overload`, in order; safe against changes while iterating."""
+    yield from [n for n in graph.nodes if n.op == "call_function" and n.target is overload]
+
+
+def functionalized_calls(graph: Graph, overload: Any) -> Iterator[Node]:
+    """`auto_functionalized_v2` nodes that stand for the mutable `overload`."""
+    for node in calls(graph, auto_functionalized_v2):
+        if node.args[0] is overload:
+            yield node
+
+
+def is_item_of(node: Any, overload: Any, index: int) -> bool:
+    """`node` is output `index` of a call of `overload`."""
+    return (
+        isinstance(node, Node)
+        and node.target is operator.getitem
+        and node.args[1] == index
+        and isinstance(node.args[0], Node)
+        and node.args[0].target is overload
+    )
+
+
+def getitems(node: Node) -> dict[int, list[Node]]:
+    """Users of a multi-output node by output index."""
+    found: dict[int, list[Node]] = {}
+    for user in node.users:
+        assert user.target is operator.getitem, f"{user} takes {node} whole"
+        index = user.args[1]
+        assert isinstance(index, int)
+        found.setdefault(index, []).append(user)
+    return found
+
+
+def copy_meta(target: Node, source: Node) -> None:
+    """Gives `target` the fake value of `source`."""
+    if "val" in source.meta:
+        target.meta["val"] = source.meta["val"]
+
+
+def whole_bases(node: Node, names: tuple[str, ...]) -> dict[str, int] | None:
+    """Base index of each mutated argument, or None if one is a view of its base.
+
+    An argument is its whole base when functionalisation recorded it as an alias.
+    """
+    found: dict[str, int] = {}
+    for name in names:
+        index = node.kwargs.get(f"_{name}_base_index")
+        if not isinstance(index, int) or not node.kwargs.get(f"_{name}_alias", False):
+            return None
+        found[name] = index
+    return found
+
+
+def expand_functionalized(
+    graph: Graph,
+    node: Node,
+    overload: Any,
+    body: Callable[..., tuple[torch.Tensor, ...]],
+) -> bool:
+    """Replaces a functionalised mutable call by its functional body; False if a view is in the way.
+
+    Inductor then sees plain ATen writes, fuses their producers into them and does them in place.
+    """
+    schema = overload._schema
+    mutated = tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+    bases = whole_bases(node, mutated)
+    if bases is None:
+        return False
+    all_bases = node.kwargs["_all_bases"]
+    assert isinstance(all_bases, (list, tuple))
+    arguments = [
+        all_bases[bases[a.name]] if a.name in bases else node.kwargs[a.name]
+        for a in schema.arguments
+    ]
+    outputs = _trace_into(graph, node, body, arguments)
+    # Outputs: results first, then new values in schema order; users number bases after the results.
+    num_results = max(1, len(schema.returns))
+    results = len(schema.returns)
+    for index, users in getitems(node).items():
+        if index < num_results:
+            value = outputs[index]
+        else:
+            names = [name for name in mutated if bases[name] == index - num_results]
+            assert len(names) == 1, (names, index)
+            value = outputs[results + mutated.index(names[0])]
+        for user in users:
+            user.replace_all_uses_with(value)
+            graph.erase_node(user)
+    graph.erase_node(node)
+    return True
+
+
+def _trace_into(
+    graph: Graph, before: Node, body: Callable[..., Any], arguments: list[Any]
+) -> list[Node]:
+    """Traces `body` over the fake values of `arguments` and inlines the nodes before `before`."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    tensors = [a for a in arguments if isinstance(a, Node)]
+    places = [i for i, a in enumerate(arguments) if isinstance(a, Node)]
+
+    def call(*values: torch.Tensor) -> list[torch.Tensor]:
+        full = list(arguments)
+        for place, value in zip(places, values, strict=True):
+            full[place] = value
+        out = body(*full)
+        return list(out) if isinstance(out, tuple) else [out]
+
+    fakes = [node.meta["val"] for node in tensors]
+    mode = torch._guards.detect_fake_mode(fakes)
+    assert mode is not None, "graph values carry no fake mode"
+    with mode, torch.no_grad():
+        traced = make_fx(call, select_decomp_table(), tracing_mode="real")(*fakes)
+    traced.graph.eliminate_dead_code()
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    mapping: dict[Node, Any] = dict(zip(placeholders, tensors, strict=True))
+    with graph.inserting_before(before):
+        for inner in traced.graph.nodes:
+            if inner.op == "placeholder":
+                continue
+            if inner.op == "output":
+                out = inner.args[0]
+                return [mapping[n] for n in out]
+            mapping[inner] = graph.node_copy(inner, lambda n: mapping[n])
+    raise AssertionError("traced body has no output")
+
+
+def expander(overload: Any, body: Callable[..., Any]) -> PatternMatcherPass:
+    """A pass that replaces every call of a pure op by its body."""
+    found = PatternMatcherPass(pass_name=f"expand_{overload._schema.name}")
+
+    def expand(match: Match, *args: Any, **kwargs: Any) -> None:
+        match.replace_by_example(lambda *tensors: body(*tensors, **kwargs), list(args))
+
+    register_graph_pattern(CallFunctionVarArgs(overload), pass_dict=found)(expand)
+    return found

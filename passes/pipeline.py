@@ -1,0 +1,107 @@
+"""The one pass object: runs the fusions in order, then expands what nobody took.
+
+Handed to Inductor as `post_grad_custom_pre_pass` of each compile. Its fingerprint covers the pass
+sources, every reference body, the order and the options, so a compiled artefact is never used with
+other sources. Counts go to the counters given by the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from compiled_engine.custom_ops import ALL_OPS, OpSpec, reference
+from compiled_engine.errors import ConfigError
+from compiled_engine.passes import fuse_add_rms_norm, fuse_qk_norm_rope_kv, pattern
+from compiled_engine.passes.pattern import (
+    CustomGraphPass,
+    Graph,
+    expand_functionalized,
+    expander,
+    functionalized_calls,
+)
+
+FUSIONS: tuple[ModuleType, ...] = (fuse_add_rms_norm, fuse_qk_norm_rope_kv)
+PASS_NAMES: tuple[str, ...] = tuple(module.NAME for module in FUSIONS)
+
+
+class PassPipeline(CustomGraphPass):
+    """Fusions, then expansion.
+
+    Args:
+        disabled: names from `PASS_NAMES` to leave out.
+        kept_ops: names of fused ops that have a kernel on the target device and stay in the graph;
+            the others are matched and counted, then expanded again.
+        on_pass: called with (pass name, matches, seconds) after each pass of each graph.
+
+    Raises:
+        ConfigError: an unknown pass name; lists the known ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        disabled: tuple[str, ...] = (),
+        kept_ops: frozenset[str] = frozenset(),
+        on_pass: Callable[[str, int, float], None],
+    ) -> None:
+        unknown = [name for name in disabled if name not in PASS_NAMES]
+        if unknown:
+            raise ConfigError(
+                f"--disable-pass {unknown[0]}: no such pass; there are {', '.join(PASS_NAMES)}",
+                param="disable_passes",
+            )
+        self.fusions = tuple(m for m in FUSIONS if m.NAME not in disabled)
+        self.kept_ops = kept_ops
+        self.on_pass = on_pass
+        self._fingerprint = _fingerprint(tuple(m.NAME for m in self.fusions), kept_ops)
+        pure = [op for op in ALL_OPS if op.is_expandable and op.functional_reference is None]
+        self._expanders = [
+            (op, expander(op.overload, op.reference)) for op in pure if op.name not in kept_ops
+        ]
+
+    def __call__(self, graph: Graph) -> None:
+        for module in self.fusions:
+            start = time.perf_counter()
+            matches = module.apply(graph)
+            self.on_pass(module.NAME, matches, time.perf_counter() - start)
+        start = time.perf_counter()
+        self.on_pass("expand", self._expand(graph), time.perf_counter() - start)
+        graph.eliminate_dead_code()
+        graph.lint()
+
+    def uuid(self) -> str:
+        """The fingerprint; part of Inductor's cache key."""
+        return self._fingerprint
+
+    def _expand(self, graph: Graph) -> int:
+        expanded = 0
+        for op in ALL_OPS:
+            if op.functional_reference is not None and op.name not in self.kept_ops:
+                expanded += _expand_mutable(graph, op)
+        for _, found in self._expanders:
+            expanded += found.apply(graph)
+        return expanded
+
+
+def _expand_mutable(graph: Graph, op: OpSpec) -> int:
+    assert op.functional_reference is not None
+    return sum(
+        expand_functionalized(graph, node, op.overload, op.functional_reference)
+        for node in functionalized_calls(graph, op.overload)
+    )
+
+
+def _fingerprint(order: tuple[str, ...], kept_ops: frozenset[str]) -> str:
+    """Hash of sources, reference bodies, order and options; equal on every machine."""
+    digest = hashlib.sha256()
+    digest.update(repr((order, sorted(kept_ops), torch.__version__)).encode())
+    for module in (reference, pattern, *FUSIONS, inspect.getmodule(_fingerprint)):
+        assert module is not None
+        digest.update(inspect.getsource(module).encode())
+    return digest.hexdigest()
