@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.compile.driver import CompileDriver
-from compiled_engine.compile.torch_compat import mark_dynamic
+from compiled_engine.compile.torch_compat import mark_any_size, mark_dynamic
 from compiled_engine.custom_ops import LayerCache, PagedContext
 from compiled_engine.layout import StepInputs, layout_places
 from compiled_engine.models import CausalLM
@@ -106,6 +106,8 @@ class StepPieces:
         def sample_rows(
             state: SchedulerState, params: RowParams, logits: Tensor, seq_rows: Tensor
         ) -> Sampled:
+            # One version serves any number of rows: the compiler must know the two sizes are one.
+            torch._check(logits.shape[0] == seq_rows.shape[0])
             return sample(shape, state, params, logits, seq_rows, vocab_size, variant)
 
         return sample_rows
@@ -147,7 +149,7 @@ class StepExecutor:
         self._places = torch.arange(shape.max_tokens, device=self.device)
         self._budgets: dict[int, Tensor] = {}
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def launch(
         self, inbox: Inbox, param_inbox: ParamInbox, num_tokens: int, variant: Variant
     ) -> None:
@@ -160,7 +162,7 @@ class StepExecutor:
         sampled = self.pieces.sample[variant](self.state, self.params, logits, seq_rows)
         self.outbox.write(*self.pieces.end(self.state, step_plan, sampled))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def warm_up(
         self, inbox: Inbox, param_inbox: ParamInbox, on_piece: Callable[[str, int, int], None]
     ) -> None:
@@ -191,11 +193,10 @@ class StepExecutor:
         on_piece("done", total, total)
 
     def _warm_sampler(self, variant: Variant, logits: Tensor, seq_rows: Tensor) -> Sampled:
-        if logits.shape[0] > 1:
-            single = logits[:1].clone(), seq_rows[:1].clone()
-            self.pieces.sample[variant](self.state, self.params, *single)
-            mark_dynamic(logits, 0, low=2, high=self.shape.max_rows)
-            mark_dynamic(seq_rows, 0, low=2, high=self.shape.max_rows)
+        logits, seq_rows = logits.clone(), seq_rows.clone()
+        if not self.driver.is_eager:
+            mark_any_size(logits, 0)
+            mark_any_size(seq_rows, 0)
         return self.pieces.sample[variant](self.state, self.params, logits, seq_rows)
 
     def _example_size(self) -> int:

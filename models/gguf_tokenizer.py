@@ -58,7 +58,7 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     _add_marked_tokens(tokenizer, metadata)
     _add_frame(tokenizer, metadata, adds_bos_by_default=kind == "llama")
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
+    named = {
         f"{name}_token": tokens[metadata[key]]
         for name, key in (
             ("bos", "tokenizer.ggml.bos_token_id"),
@@ -68,6 +68,8 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
         )
         if key in metadata
     }
+    # The class is for transformers, which can read the folder too.
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     template = metadata.get("tokenizer.chat_template")
     if template:

@@ -12,6 +12,7 @@ import hmac
 import logging
 import signal
 import socket
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -46,6 +47,8 @@ DEATH_LINGER_S = 3.0
 _POLL_S = 0.05
 # What a call ended by the drain's deadline gets to send its last chunk.
 _LAST_WORDS_S = 1.0
+# Calls have ended, or must end now, when the runner is cleaned up.
+_CLEANUP_S = 0.1
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 _MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID = web.RequestKey("request_id", str)
@@ -149,6 +152,9 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception:
         logger.exception("request %s failed", request[_REQUEST_ID])
         response = error_response(EngineError("internal error"))
+    if request.content.exception() is not None and not response.prepared:
+        # The body broke off: what follows on this connection cannot be told apart.
+        response.force_close()
     request.app[STATE].metrics.count_response(response.status)
     return response
 
@@ -262,7 +268,7 @@ async def serve_app(
     loop = asyncio.get_running_loop()
     signals = _Signals()
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_LAST_WORDS_S
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLEANUP_S
     )
     signals.install(loop)
     try:
@@ -281,6 +287,25 @@ async def serve_app(
         await runner.cleanup()
         signals.remove(loop)
         sock.close()
+
+
+def run_server(
+    app: web.Application,
+    sock: socket.socket,
+    config: ServerConfig,
+    *,
+    on_started: Callable[[], None] | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> int:
+    """Runs `serve_app` in a uvloop event loop of its own (asyncio's on Windows)."""
+    if sys.platform == "win32":
+        loop_factory = None
+    else:
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(serve_app(app, sock, config, on_started=on_started, on_ready=on_ready))
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:

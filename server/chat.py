@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from compiled_engine.server.admission import Permit
 from compiled_engine.server.generation import (
@@ -31,6 +31,7 @@ from compiled_engine.server.protocol import (
     ChatDelta,
     ChatRequest,
     ChatResponse,
+    Usage,
 )
 from compiled_engine.server.sse import json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
@@ -54,8 +55,10 @@ class _Call:
     head: ChatChunk
 
     def chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool) -> ChatChunk:
-        usage = usage_of(self.runs, self.sampling.n) if with_usage else UNSET
-        if not with_usage and self.sampling.include_usage:
+        usage: Usage | UnsetType | None = UNSET
+        if with_usage:
+            usage = usage_of(self.runs, self.sampling.n)
+        elif self.sampling.include_usage:
             usage = None
         return msgspec.structs.replace(self.head, choices=choices, usage=usage)
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from compiled_engine.server.admission import Permit
 from compiled_engine.server.generation import (
@@ -26,6 +26,7 @@ from compiled_engine.server.protocol import (
     CompletionChoice,
     CompletionRequest,
     CompletionResponse,
+    Usage,
 )
 from compiled_engine.server.sse import json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
@@ -49,8 +50,10 @@ class _Call:
     head: CompletionResponse
 
     def chunk(self, choices: list[CompletionChoice], *, with_usage: bool) -> CompletionResponse:
-        usage = usage_of(self.runs, self.sampling.n) if with_usage else UNSET
-        if not with_usage and self.sampling.include_usage:
+        usage: Usage | UnsetType | None = UNSET
+        if with_usage:
+            usage = usage_of(self.runs, self.sampling.n)
+        elif self.sampling.include_usage:
             usage = None
         return msgspec.structs.replace(self.head, choices=choices, usage=usage)
 

@@ -1,4 +1,4 @@
-"""The server's only door to the engine: submit a request, read its tokens, abort it, see its health.
+"""The server's only door to the engine: submit, read tokens, abort, see its health.
 
 Owns the `EngineClient` interface and its implementation over a ZeroMQ pair socket, with the watch
 over the engine process. Does not own the process itself (the CLI starts and ends it) nor the frames
@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import msgspec
-import zmq
 import zmq.asyncio
+from zmq.constants import SocketType
 
 from compiled_engine.errors import EngineUnavailableError
 from compiled_engine.ipc import ClientFrame, EngineFrame, EngineStatus
@@ -42,8 +42,16 @@ class EngineProcess(Protocol):
         ...
 
 
-class TokenStream(AsyncIterator[TokenEvent], Protocol):
+class TokenStream(Protocol):
     """Token events of one request, up to and including the one with a finish reason."""
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        """The stream itself."""
+        ...
+
+    async def __anext__(self) -> TokenEvent:
+        """Waits for the next event; a cancelled wait aborts the request."""
+        ...
 
     async def aclose(self) -> None:
         """Ends the stream; aborts the request if it still runs. May be called twice."""
@@ -239,7 +247,7 @@ class IpcEngineClient:
     async def start(self) -> None:
         """Binds the socket and starts the reader and the watch."""
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        self._socket = self._context.socket(SocketType.PAIR)
         # No high-water mark: what is in flight is bounded by admission, and a full queue would
         # otherwise block the reader behind one slow step.
         self._socket.set_hwm(0)

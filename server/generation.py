@@ -252,6 +252,8 @@ async def read_body(request: web.Request) -> bytes:
             text=f"the request body did not arrive within {BODY_TIMEOUT_S:g} s"
         ) from error
     except web.RequestPayloadError as error:
+        # aiohttp would otherwise try to read the rest and meet the same error without a handler.
+        request.content.feed_eof()
         raise InvalidRequestError(f"the request body cannot be read: {error}") from error
 
 
@@ -273,7 +275,8 @@ async def generate(
     failure = "abort"
     try:
         for run in runs:
-            streams.append(state.engine.submit(run.request))
+            # Not a comprehension: when one is refused, those before it must be aborted.
+            streams.append(state.engine.submit(run.request))  # noqa: PERF401
         pairs = list(zip(runs, streams, strict=True))
         merged = (
             _merge(pairs, state.metrics, started_s)

@@ -55,8 +55,8 @@ def openapi_document(version: str) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, summary, request, response in _BODY_ROUTES:
         paths[path] = {"post": _operation(path, summary, refs, response.__name__, request.__name__)}
-    for path, summary, response in _GET_ROUTES:
-        paths[path] = {"get": _operation(path, summary, refs, response.__name__, None)}
+    for path, summary, answer in _GET_ROUTES:
+        paths[path] = {"get": _operation(path, summary, refs, answer.__name__, None)}
     paths["/metrics"] = {
         "get": {
             "summary": "Prometheus metrics",

@@ -103,15 +103,6 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
 
 
-class ChatTemplateFields(msgspec.Struct, kw_only=True):
-    """Fields that decide how messages become a prompt."""
-
-    messages: list[ChatMessage]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
 class ChatRequest(GenerationRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 

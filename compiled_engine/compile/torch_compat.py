@@ -47,6 +47,11 @@ def mark_dynamic(tensor: torch.Tensor, dim: int, *, low: int, high: int) -> None
     torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
 
 
+def mark_any_size(tensor: torch.Tensor, dim: int) -> None:
+    """Says that `dim` may have any size, 1 included, for the compile that sees the tensor next."""
+    torch._dynamo.decorators.mark_unbacked(tensor, dim)
+
+
 def set_cache_dir(path: str) -> None:
     """Puts Inductor's cache into `path`. Must run before Inductor is imported."""
     import os
