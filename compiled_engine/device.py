@@ -89,7 +89,9 @@ def nvidia_driver() -> str | None:
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+            names = [
+                line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+            ]
         return names[0] if names else platform.machine()
     except OSError:
         return platform.processor() or platform.machine()

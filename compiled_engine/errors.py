@@ -1,7 +1,7 @@
 """Errors a user can meet, and the HTTP status and error type each one becomes.
 
-Everything raised on purpose derives from `EngineError`; whatever else reaches the server is a bug of
-ours and becomes a 500 without its text.
+Everything raised on purpose derives from `EngineError`; whatever else reaches the server is a bug
+of ours and becomes a 500 without its text.
 """
 
 from __future__ import annotations

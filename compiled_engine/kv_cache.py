@@ -48,8 +48,8 @@ def choose_num_pages(
 ) -> int:
     """Pages of the pool, the null page included.
 
-    Takes `max_total_tokens` if given, else what fits into `available_bytes`, and never more than all
-    rows at full length could use.
+    Takes `max_total_tokens` if given, else what fits into `available_bytes`, and never more than
+    all rows at full length could use.
 
     Raises:
         ConfigError: not even one page and the null page fit.
@@ -62,8 +62,8 @@ def choose_num_pages(
         pages = max_total_tokens // geometry.page_size
         if pages > fitting:
             raise ConfigError(
-                f"--max-total-tokens {max_total_tokens} needs {pages * geometry.page_bytes} bytes of "
-                f"KV cache, {available_bytes} are available: lower it to "
+                f"--max-total-tokens {max_total_tokens} needs {pages * geometry.page_bytes} "
+                f"bytes of KV cache, {available_bytes} are available: lower it to "
                 f"{max(fitting, 0) * geometry.page_size}",
                 param="max_total_tokens",
             )
@@ -89,7 +89,7 @@ def allocate(
 
 
 def available_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes the KV pool may take now: on a GPU up to `utilization` of it, on a CPU a fixed share."""
+    """Bytes the KV pool may take: on a GPU up to `utilization` of it, on a CPU a fixed share."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * utilization) - (total - free))

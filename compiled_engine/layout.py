@@ -27,9 +27,7 @@ class StepInputs(NamedTuple):
     logits_indices: Tensor  # [R] i64, last token of each sequence; 0 where unused
 
 
-def layout(
-    shape: SchedulerShape, state: SchedulerState, plan: Plan, num_tokens: int
-) -> StepInputs:
+def layout(shape: SchedulerShape, state: SchedulerState, plan: Plan, num_tokens: int) -> StepInputs:
     """Lays the rows with tokens out by rank into `num_tokens` places. Reads only."""
     token = torch.arange(num_tokens, device=plan.give.device)
     return layout_places(shape, state, plan, token)

@@ -1,8 +1,8 @@
 """The host's part of a step: requests to rows, the inbox, the token bucket, records to events.
 
 Owns which request sits in which row; the device owns everything else. `normal_loop` reads a step's
-record before it launches the next step; `overlap_loop` launches first and reads one step later. Both
-give the same tokens: the device never waits for what the host reads.
+record before it launches the next step; `overlap_loop` launches first and reads one step later.
+Both give the same tokens: the device never waits for what the host reads.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class StepLoop:
         executor: launches steps.
         limits: of the loaded model; rows end at `max_model_len`.
         eos_token_ids: end a row unless it ignores them.
-        buckets: token counts a step may be launched with, ascending; the last is the largest budget.
+        buckets: token counts a step may be launched with, ascending; the last is the largest
+            budget.
         admission_tokens: prompt tokens of waiting rows that one step makes room for, beyond the
             first waiting prompt; padding is cheap on a GPU and dear on a CPU.
         seed: seeds of requests without one come from here.
@@ -129,7 +130,7 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        """A step would do something: requests wait, rows are in use, or entries are on their way."""
+        """A step would do something: requests wait, rows are in use, entries are on their way."""
         return bool(self._queue or self._seats) or not self.inbox.is_empty
 
     @property
@@ -302,5 +303,3 @@ def salt_of(text: str) -> int:
         return 0
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
-
-

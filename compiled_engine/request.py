@@ -1,6 +1,7 @@
 """What a client asks for and what it gets back, as plain typed records (no torch).
 
-Owns the sampling parameters with their limits, the request, and the per-step token event. The server
+Owns the sampling parameters with their limits, the request, and the per-step token event. The
+server
 builds these from JSON; the engine process receives them through `ipc`; `LLM` builds them directly.
 """
 
@@ -35,7 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         min_p: drop tokens below min_p times the largest probability; in [0, 1].
         frequency_penalty: subtracted once per earlier *generated* occurrence; in [-2, 2].
         presence_penalty: subtracted if the token was *generated* before; in [-2, 2].
-        repetition_penalty: divides (or multiplies, if negative) logits of tokens in prompt or output;
+        repetition_penalty: divides (or multiplies, if negative) logits of tokens in prompt or
+            output;
             in (0, 10].
         logit_bias: token id -> value added to its logit; values in [-100, 100].
         seed: makes the draw a function of (seed, position); None takes a fresh one.
@@ -165,8 +167,9 @@ def validate_request(request: Request, limits: ModelLimits) -> None:
         )
     if params.max_tokens is not None and num_prompt_tokens + params.max_tokens > longest:
         raise InvalidRequestError(
-            f"prompt ({num_prompt_tokens} tokens) plus max_tokens ({params.max_tokens}) is more than "
-            f"the {longest} tokens that fit; max_tokens can be at most {longest - num_prompt_tokens}",
+            f"prompt ({num_prompt_tokens} tokens) plus max_tokens ({params.max_tokens}) is more "
+            f"than the {longest} tokens that fit; max_tokens can be at most "
+            f"{longest - num_prompt_tokens}",
             param="max_tokens",
             code="context_length_exceeded",
         )
@@ -183,7 +186,8 @@ def check_token_ids(
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
-                f"{field} holds token id {token_id}; ids run from 0 to {vocab_size - 1}", param=field
+                f"{field} holds token id {token_id}; ids run from 0 to {vocab_size - 1}",
+                param=field,
             )
 
 

@@ -1,8 +1,8 @@
 """One step on the device: plan, model, sample, advance, outbox record.
 
 Owns the state, the caches and the compiled pieces; knows nothing of requests. Every piece is a pure
-function of its arguments but for the tensors it says it mutates, and every piece has its plain twin:
-the same function, not compiled.
+function of its arguments but for the tensors it says it mutates, and every piece has its plain
+twin: the same function, not compiled.
 """
 
 from __future__ import annotations
@@ -79,21 +79,19 @@ class StepPieces:
         def head(hidden: Tensor, residual: Tensor) -> Tensor:
             return model.head(hidden, residual)
 
-        def end(
-            state: SchedulerState, step_plan: Plan, sampled: Sampled
-        ) -> tuple[Tensor, Tensor]:
+        def end(state: SchedulerState, step_plan: Plan, sampled: Sampled) -> tuple[Tensor, Tensor]:
             count = step_plan.emit.int()
             record = advance(shape, state, step_plan, sampled.tokens, count, sampled.is_stop)
             return pack(record)
 
         self.begin = driver.compile(begin, "begin")
         self.end = driver.compile(end, "end")
-        self._single = {"embed": embed, "layer": layer, "head": head}
+        single: dict[str, Callable[..., Any]] = {"embed": embed, "layer": layer, "head": head}
         self._many = {
-            name: driver.compile(function, f"{name}_many") for name, function in self._single.items()
+            name: driver.compile(function, f"{name}_many") for name, function in single.items()
         }
         self._single = {
-            name: driver.compile(function, f"{name}_one") for name, function in self._single.items()
+            name: driver.compile(function, f"{name}_one") for name, function in single.items()
         }
         self.sample = {
             variant: driver.compile(self._sampler(variant, vocab_size), f"sample_{variant.name}")
@@ -113,7 +111,7 @@ class StepPieces:
         return sample_rows
 
     def of_size(self, name: str, size: int) -> Callable[..., Any]:
-        """The version of a piece for `size` tokens: the one for a single token, or the dynamic one."""
+        """The version of a piece for `size` tokens: for a single one, or the dynamic one."""
         return (self._single if size == 1 else self._many)[name]
 
 
@@ -169,16 +167,15 @@ class StepExecutor:
         """Compiles every piece at every size it will be called with, by steps without rows.
 
         Args:
-            inbox, param_inbox: empty ones.
+            inbox: an empty one.
+            param_inbox: an empty one.
             on_piece: called with (label, done, total).
         """
         sizes = [1] if self.shape.max_tokens == 1 else [1, self._example_size()]
         total = 2 + 2 * len(sizes) + len(Variant)
         inbox, param_inbox = self._to_device(inbox), self._to_device(param_inbox)
         on_piece("plan", 0, total)
-        step_plan = self.pieces.begin(
-            self.state, self.params, inbox, param_inbox, self._budget(1)
-        )
+        step_plan = self.pieces.begin(self.state, self.params, inbox, param_inbox, self._budget(1))
         for done, size in enumerate(sizes):
             label = "model, one token" if size == 1 else "model, any number of tokens"
             on_piece(label, 1 + 2 * done, total)

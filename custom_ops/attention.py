@@ -49,9 +49,9 @@ def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple
     made = []
     for heads, kv_heads, dim, page_size in ((4, 2, 64, 4), (3, 1, 20, 2), (8, 8, 128, 16)):
         pages = torch.arange(1, 13, dtype=torch.int32, device=device).view(3, 4)
-        cache = torch.randn(
-            2, 13, page_size, kv_heads, dim, generator=generator, device=device
-        ).to(dtype)
+        cache = torch.randn(2, 13, page_size, kv_heads, dim, generator=generator, device=device).to(
+            dtype
+        )
         lens = torch.tensor([4 * page_size, page_size + 1, 0], dtype=torch.int32, device=device)
         starts = torch.tensor([0, 3, 4, 4], dtype=torch.int32, device=device)
         q = torch.randn(6, heads, dim, generator=generator, device=device).to(dtype)
@@ -101,7 +101,8 @@ def paged_attention_cpu(
     out = torch.zeros_like(q)
     if num_tokens == 0:
         return out
-    assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the KV cache must be contiguous"
+    assert k_cache.is_contiguous(), "the KV cache must be contiguous"
+    assert v_cache.is_contiguous(), "the KV cache must be contiguous"
     _cpu_kernel()(
         CPU_DTYPES[q.dtype],
         q.data_ptr(),

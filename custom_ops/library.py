@@ -1,7 +1,8 @@
 """The `ce` op namespace, and how a contract file adds an op to it.
 
 An op is a name for a piece of mathematics. Its body is the plain-torch reference; passes match the
-name, and the last step of the pass pipeline expands what no pass took into that same body. Importing
+name, and the last step of the pass pipeline expands what no pass took into that same body.
+Importing
 this module registers nothing; the contract files (norm, activation, rope_kv, attention) do.
 """
 

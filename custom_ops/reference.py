@@ -17,6 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: [..., hidden] any float dtype.
         weight: [hidden].
+        eps: added to the mean square.
 
     Returns:
         [..., hidden] in the dtype of `x` times `weight`'s promotion with it.
@@ -51,7 +52,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     Args:
         q: [T, H, D].
         k: [T, H_kv, D].
-        cos: [T, D // 2] fp32; sin likewise.
+        cos: [T, D // 2] fp32.
+        sin: [T, D // 2] fp32.
     """
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
@@ -79,14 +81,14 @@ def kv_write_functional(
     return new_k, new_v
 
 
-def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Writes keys and values into the paged cache in place.
 
     Args:
-        k: [T, H_kv, D]; v likewise.
-        k_cache: [num_pages, page_size, H_kv, D]; v_cache likewise. Page 0 is the null page.
+        k: [T, H_kv, D].
+        v: [T, H_kv, D].
+        k_cache: [num_pages, page_size, H_kv, D]; page 0 is the null page.
+        v_cache: like `k_cache`.
         slot_mapping: [T] int64, `page * page_size + offset`; -1 is padding and lands in page 0,
             which no row owns.
     """
@@ -169,7 +171,7 @@ def qk_norm_rope_kv_write(
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of one full sequence: q [T, H, D], k and v [T, H_kv, D]; returns [T, H, D]."""
+    """Causal attention of one full sequence: q [T, H, D], k and v [T, H_kv, D] to [T, H, D]."""
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),
@@ -195,12 +197,15 @@ def paged_attention(
 
     Args:
         q: [T, H, D]; the tokens of sequence `s` are `query_start_loc[s]` to `[s + 1]`, its last
-            `query_start_loc[s + 1] - query_start_loc[s]` positions. Tokens past the end are padding.
-        k_cache: [num_pages, page_size, H_kv, D]; v_cache likewise.
+            `query_start_loc[s + 1] - query_start_loc[s]` positions. Tokens past the end are
+            padding.
+        k_cache: [num_pages, page_size, H_kv, D].
+        v_cache: like `k_cache`.
         block_table: [rows, max_pages_per_row] int32.
         seq_rows: [S] int32, row of `block_table` of each sequence.
         seq_lens: [S] int32, tokens whose KV exists after this step.
         query_start_loc: [S + 1] int32.
+        scale: multiplies the scores.
 
     Returns:
         [T, H, D]; padding tokens are 0.

@@ -80,7 +80,8 @@ QK_NORM_ROPE = define_op(
     example_inputs=_examples("q", "k", "q_weight", "k_weight", "cos", "sin", "eps"),
 )
 KV_WRITE = define_op(
-    "kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+    "kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor slot_mapping) -> ()",
     reference=reference.kv_write,
     functional_reference=reference.kv_write_functional,
     fake=_fake_nothing,
@@ -126,8 +127,6 @@ def qk_norm_rope(
     return torch.ops.ce.qk_norm_rope.default(q, k, q_weight, k_weight, cos, sin, eps)
 
 
-def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Writes k and v into the paged cache in place; see `reference.kv_write`."""
     torch.ops.ce.kv_write.default(k, v, k_cache, v_cache, slot_mapping)

@@ -1,4 +1,4 @@
-"""Contract of the sampling family: the cut-off that top-k, top-p and min-p together put on logits."""
+"""Contract of the sampling family: the cut-off that top-k, top-p and min-p put on logits."""
 
 from __future__ import annotations
 

@@ -73,9 +73,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer(
-            "inverse_frequencies", inverse_frequencies(config), persistent=False
-        )
+        self.register_buffer("inverse_frequencies", inverse_frequencies(config), persistent=False)
 
     def reset(self, device: torch.device) -> None:
         """Computes the frequencies anew on `device`, after the module was made without storage."""

@@ -27,7 +27,7 @@ def apply(graph: Graph) -> int:
     matches = 0
     for norm in calls(graph, torch.ops.ce.rms_norm.default):
         total, weight, eps = norm.args
-        if not _is_plain_add(total):
+        if not isinstance(total, Node) or not _is_plain_add(total):
             continue
         left, right = total.args
         with graph.inserting_before(norm):
@@ -46,12 +46,12 @@ def apply(graph: Graph) -> int:
     return matches
 
 
-def _is_plain_add(node: object) -> bool:
-    if not isinstance(node, Node) or node.target is not torch.ops.aten.add.Tensor:
+def _is_plain_add(node: Node) -> bool:
+    if node.target is not torch.ops.aten.add.Tensor:
         return False
     if len(node.args) != 2 or node.kwargs:
         return False
-    values = [a.meta.get("val") for a in node.args if isinstance(a, Node)]
+    values = [a.meta["val"] for a in node.args if isinstance(a, Node)]
     return (
         len(values) == 2
         and values[0].shape == values[1].shape

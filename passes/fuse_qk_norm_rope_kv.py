@@ -21,6 +21,7 @@ import torch
 from compiled_engine.passes.pattern import (
     Graph,
     Node,
+    auto_functionalized_v2,
     copy_meta,
     functionalized_calls,
     getitems,
@@ -55,7 +56,7 @@ def _fuse(graph: Graph, source_op: Any, fused_op: Any, names: tuple[str, ...]) -
             continue
         kwargs = {**write.kwargs, **dict(zip(names, source.args, strict=True))}
         with graph.inserting_before(write):
-            fused = graph.call_function(write.target, (fused_op,), kwargs)
+            fused = graph.call_function(auto_functionalized_v2, (fused_op,), kwargs)
             query = graph.call_function(operator.getitem, (fused, 0))
         first = source.args[0]
         assert isinstance(first, Node)

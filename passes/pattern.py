@@ -25,6 +25,7 @@ __all__ = [
     "CustomGraphPass",
     "Graph",
     "Node",
+    "auto_functionalized_v2",
     "calls",
     "copy_meta",
     "expand_functionalized",
@@ -53,7 +54,7 @@ def is_item_of(node: Any, overload: Any, index: int) -> bool:
     return (
         isinstance(node, Node)
         and node.target is operator.getitem
-        and node.args[1] == index
+        and bool(node.args[1] == index)
         and isinstance(node.args[0], Node)
         and node.args[0].target is overload
     )

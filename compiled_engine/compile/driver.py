@@ -1,8 +1,8 @@
 """Compiles the functions a step is made of, through our passes, and counts what it cost.
 
 A piece is compiled once for each static size it is asked for, and once with a dynamic size for all
-others; the caller picks by size, so guards never decide between versions. Compiled code lands in the
-engine's own cache folder; a second start with the same sources finds it there.
+others; the caller picks by size, so guards never decide between versions. Compiled code lands in
+the engine's own cache folder; a second start with the same sources finds it there.
 """
 
 from __future__ import annotations

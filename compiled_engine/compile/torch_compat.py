@@ -43,7 +43,7 @@ def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int, *, low: int, high: int) -> None:
-    """Says that `dim` varies between `low` and `high`, for the compile that sees the tensor next."""
+    """Says that `dim` varies from `low` to `high`, for the compile that sees the tensor next."""
     torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,8 @@ LIVE_STATES = (WAITING, PREFILL, DECODE, BLOCKED, RETRACTED)
 class Inbox(NamedTuple):
     """One step's entries; the first column of each table is 1 for a real entry."""
 
-    submits: Tensor  # [max_submits, 9] i64: real, row, gen, arrival, priority, salt, num_prompt, max_len, grammar
+    # [max_submits, 9] i64: real, row, gen, arrival, priority, salt, num_prompt, max_len, grammar
+    submits: Tensor
     pieces: Tensor  # [max_pieces, 5] i64: real, row, index of the token page, length, salt
     piece_tokens: Tensor  # [max_pieces, token_page_size] i32
     aborts: Tensor  # [max_aborts, 3] i64: real, row, gen
@@ -182,7 +183,7 @@ class InboxBuilder:
     def _take_ready(
         queue: deque[_LateEntry], limit: int, pending: set[tuple[int, int]]
     ) -> list[_LateEntry]:
-        """Up to `limit` entries whose submit is not still on its way; the others keep their order."""
+        """Up to `limit` entries whose submit is not still on its way; the rest keep their order."""
         ready: list[_LateEntry] = []
         later: list[_LateEntry] = []
         while queue and len(ready) < limit:
@@ -191,7 +192,7 @@ class InboxBuilder:
         queue.extendleft(reversed(later))
         return ready
 
-    def _tensors(self, entries: dict[str, list]) -> Inbox:
+    def _tensors(self, entries: dict[str, list[Any]]) -> Inbox:
         shape = self.shape
         submits = np.zeros((shape.max_submits, 9), np.int64)
         submits[:, 1] = shape.max_rows

@@ -1,6 +1,7 @@
 """Page keys: 64-bit sums over the tokens of a prefix, mixed before use.
 
-`chain_i = root(salt) + sum over pages k <= i of mix(h_k + (k + 1) * PAGE_STEP)`, and the key of page
+`chain_i = root(salt) + sum over pages k <= i of mix(h_k + (k + 1) * PAGE_STEP)`, and the key of
+page
 i is `mix(chain_i)`. A sum of mixed terms can be formed for a whole prompt by one wrapping cumsum,
 or link by link as tokens arrive; both give the same bits. Correctness never rests on a key: tokens
 and the parent's publication number are compared too.

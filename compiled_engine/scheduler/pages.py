@@ -146,7 +146,7 @@ def _unpublish(shape: SchedulerShape, group: GroupState, pages: Tensor) -> None:
 
 
 def compact(shape: SchedulerShape, group: GroupState) -> None:
-    """Rewrites the valid entries at the tail, in order, when dead ones threaten to fill the ring."""
+    """Rewrites the valid entries at the tail, in order, when dead ones might fill the ring."""
     is_due = group.tail - group.head > shape.ring_size - shape.num_pages
     _, pages, is_valid = _valid_entries(shape, group)
     count = is_valid.sum()

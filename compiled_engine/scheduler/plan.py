@@ -46,9 +46,7 @@ class Plan(NamedTuple):
     num_unserved: Tensor  # i32 scalar, rows that wanted tokens and got none
 
 
-def plan(
-    shape: SchedulerShape, state: SchedulerState, inbox: Inbox, budget: Tensor
-) -> Plan:
+def plan(shape: SchedulerShape, state: SchedulerState, inbox: Inbox, budget: Tensor) -> Plan:
     """Advances the state up to the model run and says which row computes how many tokens.
 
     Args:
@@ -197,7 +195,9 @@ def _passes_gate(
     # Cached pages that would leave the free set, each charged to the first that matched it.
     index = torch.arange(shape.num_candidates, device=rows.device)
     lanes = index[:, None].expand_as(pages)
-    first = torch.full((shape.num_pages,), shape.num_candidates, dtype=torch.int64, device=rows.device)
+    first = torch.full(
+        (shape.num_pages,), shape.num_candidates, dtype=torch.int64, device=rows.device
+    )
     first = first.scatter_reduce(0, pages.flatten(), lanes.flatten(), "amin")
     is_charged = (pages > 0) & (first[pages] == lanes) & (group.ref[pages] == 0)
     charge = is_charged.sum(1) + target[rows] - found.matched

@@ -125,9 +125,7 @@ def publish(
     group.uid_next.add_(shape.max_publishes)
 
 
-def _list_places(
-    shape: SchedulerShape, group: GroupState, first: Tensor, last: Tensor
-) -> _Places:
+def _list_places(shape: SchedulerShape, group: GroupState, first: Tensor, last: Tensor) -> _Places:
     count = (last - first).clamp_min(0)
     start = torch.cumsum(count, 0) - count
     index = torch.arange(shape.max_publishes, device=first.device)

@@ -2,8 +2,8 @@
 
 `R` rows plus one dump row that takes the masked lanes of a scatter; `N` pages, page 0 is the null
 page; `P` pages a row at most. `ring`, `free_token_pages` and the index tables have one dump place
-behind their last real one, for the same purpose. Written by `plan` (inbox, release, match, admit, take) and `advance`
-(tokens, publish, transitions); read by `layout`, `sampler` and `outbox`.
+behind their last real one, for the same purpose. Written by `plan` (inbox, release, match, admit,
+take) and `advance` (tokens, publish, transitions); read by `layout`, `sampler` and `outbox`.
 
 | tensor | shape, dtype | written by | read by |
 |---|---|---|---|
@@ -17,7 +17,7 @@ behind their last real one, for the same purpose. Written by `plan` (inbox, rele
 | ref, uid, parent_uid, index_slot, page_tokens | N | release, admit, take, publish | page maths |
 | ring, ring_pos, head, tail | C+1 i32; N i64; scalars i64 | release, admit, take, publish | take |
 | tkey, tpage | buckets+1 x ways | publish, take | match, publish |
-| token_table, token_pages, chain, free_token_pages | paged token store | inbox, advance, release | match, layout |
+| token_table, token_pages, chain | paged token store | inbox, advance, release | match, layout |
 | error | kinds i32 | inbox, advance | outbox |
 """
 
@@ -98,7 +98,8 @@ class SchedulerShape:
     def __post_init__(self) -> None:
         if self.token_page_size % self.page_size:
             raise ValueError(
-                f"token_page_size {self.token_page_size} is no multiple of page_size {self.page_size}"
+                f"token_page_size {self.token_page_size} is no multiple of "
+                f"page_size {self.page_size}"
             )
         if not self.index_buckets:
             ways = max(4 * self.num_pages, self.index_ways)
@@ -153,7 +154,7 @@ class GroupState(NamedTuple):
 
 
 class SchedulerState(NamedTuple):
-    """Everything `plan` and `advance` read and write. Rows are [R + 1], the last is the dump row."""
+    """Everything `plan` and `advance` read and write. Rows are [R + 1], the last is the dump."""
 
     state: Tensor  # i8
     priority: Tensor  # i32

@@ -81,7 +81,7 @@ def push_token_pages(
 def append_tokens(
     shape: SchedulerShape, state: SchedulerState, tokens: Tensor, is_given: Tensor
 ) -> None:
-    """Appends `tokens` [R + 1] i32 to the rows where `is_given` [R + 1], and extends their chains."""
+    """Appends `tokens` [R + 1] i32 to the rows where `is_given`, and extends their chains."""
     rows = torch.arange(shape.max_rows + 1, device=tokens.device)
     position = state.num_tokens.long()
     column, offset = position // shape.token_page_size, position % shape.token_page_size

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 from compiled_engine.scheduler.advance import advance
 from compiled_engine.scheduler.plan import plan
-from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
+from compiled_engine.scheduler.state import SchedulerShape, SchedulerState, new_state
 from tests.helpers.scheduler_harness import random_case, run
 from tests.helpers.scheduler_pair import TensorEngine
 
@@ -61,6 +61,12 @@ def copied_tensors(shape: SchedulerShape, state: SchedulerState, code: str) -> l
     }
     assert found, "no allocation was recognised in the generated code"
     return [name for name, t in tables.items() if (tuple(t.shape), str(t.dtype)) in found]
+
+
+def test_copies_are_recognised():
+    shape, _ = random_case(SEED, **SIZES)
+    code = "buf0 = empty_strided_cpu((6, 12), (12, 1), torch.int32)"
+    assert copied_tensors(shape, new_state(shape), code) == ["block_table"]
 
 
 @pytest.fixture

@@ -1,0 +1,199 @@
+"""Offline use: an engine in this process, without a server.
+
+from compiled_engine import LLM, SamplingParams
+
+with LLM("Qwen/Qwen3-0.6B") as llm:
+    print(llm.generate("Hello", SamplingParams(temperature=0.0, max_tokens=16))[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.engine import BuildProgress, Engine, build_engine
+from compiled_engine.errors import InvalidRequestError
+from compiled_engine.models.source import DEFAULT_MODEL
+from compiled_engine.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    validate_request,
+)
+from compiled_engine.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """What one prompt gave.
+
+    Attributes:
+        text: the answer, without the end token and without a matched stop string.
+        token_ids: every generated token, the end token included.
+        finish_reason: "stop" or "length".
+        num_prompt_tokens: of the prompt.
+        num_cached_tokens: of them, found in the prefix cache.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class LLM:
+    """A loaded model.
+
+    Args:
+        model: folder, GGUF file or Hugging Face id; None takes the default model.
+        progress: called with (phase, label, done, total) while it loads and compiles.
+        options: any other field of `EngineConfig`.
+
+    Raises:
+        ConfigError: an option or the model folder cannot work.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, progress: BuildProgress | None = None, **options: Any
+    ) -> None:
+        self.config = EngineConfig(model=model or DEFAULT_MODEL, **options)
+        self.engine: Engine = build_engine(self.config, progress or (lambda *_: None))
+        source = Path(self.config.tokenizer or self.engine.settings.folder)
+        self.tokenizer = Tokenizer.from_folder(
+            source, trust_remote_code=self.config.trust_remote_code
+        )
+        self._next_id = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[GenerateOutput]:
+        """Answers every prompt, batched. Blocks until all are done.
+
+        Args:
+            prompts: one text or token-id list, or several.
+            sampling_params: one for all, or one for each.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter cannot be honoured; nothing was run then.
+        """
+        listed = _as_prompts(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(listed)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(listed):
+            raise InvalidRequestError(
+                f"{len(listed)} prompts but {len(params)} sampling_params", param="sampling_params"
+            )
+        requests = [self._request(*pair) for pair in zip(listed, params, strict=True)]
+        for request in requests:
+            validate_request(request, self.engine.limits)
+        collectors = {r.request_id: _Collector(r, self.tokenizer) for r in requests}
+        for request in requests:
+            self.engine.loop.submit(request)
+        self._run(collectors)
+        return [collectors[request.request_id].output() for request in requests]
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+    ) -> GenerateOutput:
+        """Answers one conversation, rendered by the model's chat template."""
+        prompt = self.tokenizer.apply_chat_template(messages)
+        token_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        return self.generate([token_ids], sampling_params)[0]
+
+    def close(self) -> None:
+        """Frees the model and its caches. The object cannot be used afterwards."""
+        del self.engine
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._next_id += 1
+        return Request(request_id=self._next_id, prompt_token_ids=token_ids, params=params)
+
+    def _run(self, collectors: dict[int, _Collector]) -> None:
+        loop = self.engine.loop
+        while loop.has_work:
+            for event in loop.step():
+                self._collect(collectors, event)
+        for event in loop.drain():
+            self._collect(collectors, event)
+
+    def _collect(self, collectors: dict[int, _Collector], event: TokenEvent) -> None:
+        collector = collectors[event.request_id]
+        if collector.add(event):
+            self.engine.loop.abort(event.request_id)
+
+
+class _Collector:
+    """Tokens of one request, and the search for its stop strings."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.num_cached_tokens = 0
+        self._detokenizer = tokenizer.new_detokenizer()
+
+    def add(self, event: TokenEvent) -> bool:
+        """Takes an event in; True if a stop string ended the request early."""
+        if self.finish_reason is not None:
+            return False
+        self.token_ids.extend(event.token_ids)
+        self.num_cached_tokens = event.num_cached_tokens
+        self.finish_reason = event.finish_reason
+        is_end_token = event.finish_reason == "stop"
+        self.text += self._detokenizer.push([] if is_end_token else event.token_ids)
+        if event.finish_reason is not None:
+            self.text += self._detokenizer.finish()
+        if len(self.token_ids) < self.request.params.min_tokens:
+            return False
+        found = [self.text.find(s) for s in self.request.params.stop if s in self.text]
+        if not found:
+            return False
+        self.text = self.text[: min(found)]
+        was_running = self.finish_reason is None
+        self.finish_reason = "stop"
+        return was_running
+
+    def output(self) -> GenerateOutput:
+        """The finished request."""
+        return GenerateOutput(
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

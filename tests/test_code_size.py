@@ -1,0 +1,65 @@
+"""Files, functions and signatures stay small enough to be read."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.helpers.source_tree import SourceFile, other_files, package_files
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_POSITIONAL = 7
+
+# Functions whose parameters are an op's schema: they are called by position with just these.
+OP_SCHEMA = "the op's own schema, called by position"
+MORE_PARAMETERS = {
+    "custom_ops/reference.py:rope_kv_write_functional": OP_SCHEMA,
+    "custom_ops/reference.py:rope_kv_write": OP_SCHEMA,
+    "custom_ops/reference.py:qk_norm_rope_kv_write_functional": OP_SCHEMA,
+    "custom_ops/reference.py:qk_norm_rope_kv_write": OP_SCHEMA,
+    "custom_ops/reference.py:paged_attention": OP_SCHEMA,
+    "custom_ops/attention.py:paged_attention_cpu": OP_SCHEMA,
+}
+
+
+def functions(file: SourceFile) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(file.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def num_positional(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    names = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def test_files_are_short():
+    counts = {
+        file.label: file.text.count("\n") for file in (*package_files(), *other_files())
+    }
+    long = {name: count for name, count in counts.items() if count > MAX_FILE_LINES}
+    assert not long, f"more than {MAX_FILE_LINES} lines: {long}"
+
+
+def test_functions_are_short():
+    long = [
+        f"{file.label}:{function.lineno}: {function.name} has {lines} lines"
+        for file in (*package_files(), *other_files())
+        for function in functions(file)
+        if (lines := (function.end_lineno or 0) - function.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert not long, "\n" + "\n".join(long)
+
+
+def test_signatures_are_short():
+    crowded = {
+        f"{file.label}:{function.name}": num_positional(function)
+        for file in package_files()
+        for function in functions(file)
+        if num_positional(function) > MAX_POSITIONAL
+    }
+    assert crowded.keys() - MORE_PARAMETERS.keys() == set(), (
+        f"more than {MAX_POSITIONAL} positional parameters: {crowded}"
+    )
+    assert MORE_PARAMETERS.keys() - crowded.keys() == set(), "exceptions that nobody needs"
