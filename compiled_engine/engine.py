@@ -118,6 +118,24 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     return Engine(settings, driver, loop)
 
 
+def preview_settings(config: EngineConfig) -> Settings:
+    """What `build_engine` would settle on, without loading weights.
+
+    Raises:
+        ConfigError: as `build_engine`.
+    """
+    device = pick_device(config.device)
+    folder = resolve_model(config.model, config.cache_dir, with_weights=False)
+    model_config = load_model_config(folder)
+    name = model_config.dtype if config.dtype == "auto" else config.dtype
+    with torch.device("meta"):
+        model = ARCHITECTURES[model_config.architecture](model_config).to(getattr(torch, name))
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    # On a CPU the pool's share does not depend on the weights.
+    reserved_bytes = weight_bytes if device.type == "cuda" else 0
+    return _resolve(config, model_config, folder, device, model, reserved_bytes=reserved_bytes)
+
+
 def token_buckets(largest: int) -> tuple[int, ...]:
     """Every count up to 8, then steps of at most 12.5 %, up to `largest`."""
     buckets = [1]
@@ -182,7 +200,10 @@ def _resolve(
     folder: Path,
     device: torch.device,
     model: CausalLM,
+    *,
+    reserved_bytes: int = 0,
 ) -> Settings:
+    """Settings for a model; `reserved_bytes` are memory that is free now and will not be."""
     is_cpu = device.type == "cpu"
     own = model_config.max_position_embeddings
     max_model_len = config.max_model_len or own
@@ -195,12 +216,13 @@ def _resolve(
     chunk = config.chunked_prefill_size or (512 if is_cpu else 8192)
     dtype = next(model.parameters()).dtype
     geometry = _geometry(config, model_config, dtype)
+    free = available_bytes(device, config.gpu_memory_utilization)
     num_pages = choose_num_pages(
         geometry,
         max_total_tokens=config.max_total_tokens,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        available_bytes=available_bytes(device, config.gpu_memory_utilization),
+        available_bytes=max(0, free - reserved_bytes),
     )
     return Settings(
         folder=folder,

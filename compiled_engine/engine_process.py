@@ -14,14 +14,17 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 
 import msgspec
 import zmq
 
 from compiled_engine.config import EngineConfig, config_from_json
-from compiled_engine.engine import Engine, build_engine
+from compiled_engine.device import device_note
+from compiled_engine.engine import BuildProgress, Engine, build_engine
 from compiled_engine.errors import ConfigError, InvalidRequestError
 from compiled_engine.ipc import STATUS_INTERVAL_S, ClientFrame, EngineFrame, EngineStatus
+from compiled_engine.models.source import resolve_model
 from compiled_engine.request import Request, TokenEvent, validate_request
 
 EXIT_STOPPED, EXIT_CONFIG, EXIT_FAILED, EXIT_ORPHANED = 0, 2, 4, 5
@@ -172,6 +175,8 @@ def serve(endpoint: str, config: EngineConfig) -> int:
         channel.status.phase_detail = f"{label} ({done}/{total})"
 
     try:
+        channel.status.device_note = device_note(config.device)
+        config = _find_folders(config, channel.status, report)
         EngineServer(build_engine(config, report), channel).run()
     except ConfigError as error:
         channel.send(EngineFrame(fatal=error.message))
@@ -183,6 +188,27 @@ def serve(endpoint: str, config: EngineConfig) -> int:
     finally:
         channel.close()
     return EXIT_STOPPED
+
+
+def _find_folders(
+    config: EngineConfig, status: EngineStatus, progress: BuildProgress
+) -> EngineConfig:
+    """`config` with the folders that hold the model and its tokenizer, which go into `status`.
+
+    The API process, which has no torch, loads the tokenizer from there while the weights load.
+    """
+    folder = resolve_model(
+        config.model,
+        config.cache_dir,
+        with_weights=config.load_format != "dummy",
+        allow_pickle=config.allow_pickle,
+        progress=lambda done, total, label: progress("loading", label, done, total),
+    )
+    tokenizer = None
+    if config.tokenizer is not None:
+        tokenizer = str(resolve_model(config.tokenizer, config.cache_dir, with_weights=False))
+    status.model_folder, status.tokenizer_folder = str(folder), tokenizer or str(folder)
+    return replace(config, model=str(folder), tokenizer=tokenizer)
 
 
 def main() -> int:

@@ -23,7 +23,9 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     """Counters and gauges of the engine, sent with a step's events and every `STATUS_INTERVAL_S`.
 
     Totals only grow. Gauges are as of the newest step record read back from the device.
-    `step_age_s` is the age of the last finished step while work exists, else 0.
+    `step_age_s` is the age of the last finished step while work exists, else 0. While it loads,
+    `phase_detail` is "label (done/total)". `device_note` says where it runs, if that may surprise.
+    The folders are empty until the engine has found them.
     """
 
     phase: Phase = "loading"
@@ -42,6 +44,9 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     num_generated_tokens: int = 0
     num_scheduler_errors: int = 0
     num_recompiles: int = 0
+    device_note: str = ""
+    model_folder: str = ""
+    tokenizer_folder: str = ""
     limits: ModelLimits | None = None
 
 

@@ -77,6 +77,7 @@ class StepPieces:
             return module(hidden, residual, rotary, cache, ctx)
 
         def head(hidden: Tensor, residual: Tensor) -> Tensor:
+            torch._check(hidden.shape[0] == residual.shape[0])
             return model.head(hidden, residual)
 
         def end(state: SchedulerState, step_plan: Plan, sampled: Sampled) -> tuple[Tensor, Tensor]:
@@ -85,14 +86,11 @@ class StepPieces:
             return pack(record)
 
         self.begin = driver.compile(begin, "begin")
+        self.embed = driver.compile(embed, "embed")
+        self.head = driver.compile(head, "head")
         self.end = driver.compile(end, "end")
-        single: dict[str, Callable[..., Any]] = {"embed": embed, "layer": layer, "head": head}
-        self._many = {
-            name: driver.compile(function, f"{name}_many") for name, function in single.items()
-        }
-        self._single = {
-            name: driver.compile(function, f"{name}_one") for name, function in single.items()
-        }
+        self._layer_one = driver.compile(layer, "layer_one")
+        self._layer_many = driver.compile(layer, "layer_many")
         self.sample = {
             variant: driver.compile(self._sampler(variant, vocab_size), f"sample_{variant.name}")
             for variant in Variant
@@ -110,9 +108,9 @@ class StepPieces:
 
         return sample_rows
 
-    def of_size(self, name: str, size: int) -> Callable[..., Any]:
-        """The version of a piece for `size` tokens: for a single one, or the dynamic one."""
-        return (self._single if size == 1 else self._many)[name]
+    def layer(self, num_tokens: int) -> Callable[..., Any]:
+        """The decoder layer for `num_tokens` tokens: for a single one, or the dynamic version."""
+        return self._layer_one if num_tokens == 1 else self._layer_many
 
 
 class StepExecutor:
@@ -190,11 +188,16 @@ class StepExecutor:
         on_piece("done", total, total)
 
     def _warm_sampler(self, variant: Variant, logits: Tensor, seq_rows: Tensor) -> Sampled:
-        logits, seq_rows = logits.clone(), seq_rows.clone()
-        if not self.driver.is_eager:
-            mark_any_size(logits, 0)
-            mark_any_size(seq_rows, 0)
+        logits, seq_rows = self._any_size(logits), self._any_size(seq_rows)
         return self.pieces.sample[variant](self.state, self.params, logits, seq_rows)
+
+    def _any_size(self, tensor: Tensor) -> Tensor:
+        """A copy whose first dim the next compile must take as any size; itself when eager."""
+        if self.driver.is_eager:
+            return tensor
+        tensor = tensor.clone()
+        mark_any_size(tensor, 0)
+        return tensor
 
     def _example_size(self) -> int:
         """A size for the dynamic compile that equals no other size by chance."""
@@ -204,14 +207,11 @@ class StepExecutor:
         self, step_plan: Plan, num_tokens: int, *, is_warm_up: bool
     ) -> tuple[Tensor, Tensor]:
         """Logits [S, vocab] and rows [S] of the S = min(T, R) sequence places."""
-        is_marked = is_warm_up and num_tokens > 1 and not self.driver.is_eager
+        is_marked = is_warm_up and not self.driver.is_eager
         places = self._places[:num_tokens]
         if is_marked:
-            places = places.clone()
-            self._mark(places, limit=self.shape.max_tokens)
-        inputs, hidden, residual, rotary = self.pieces.of_size("embed", num_tokens)(
-            self.state, step_plan, places
-        )
+            places = self._any_size(places)
+        inputs, hidden, residual, rotary = self.pieces.embed(self.state, step_plan, places)
         ctx = PagedContext(
             inputs.slot_mapping,
             self.state.groups[0].block_table,
@@ -219,24 +219,18 @@ class StepExecutor:
             inputs.seq_lens,
             inputs.query_start_loc,
         )
-        layer = self.pieces.of_size("layer", num_tokens)
+        layer = self.pieces.layer(num_tokens)
         for module, cache in zip(self._layers, self.caches, strict=True):
-            if is_marked:
+            if is_marked and num_tokens > 1:
                 for tensor in (hidden, residual, *rotary, ctx.slot_mapping):
-                    self._mark(tensor, limit=self.shape.max_tokens)
+                    mark_dynamic(tensor, 0, low=2, high=self.shape.max_tokens)
             hidden, residual = layer(module, hidden, residual, rotary, cache, ctx)
         num_seqs = min(num_tokens, self.shape.max_rows)
         last = inputs.logits_indices[:num_seqs]
         hidden, residual = hidden[last], residual[last]
-        if is_marked and num_seqs > 1:
-            for tensor in (hidden, residual):
-                self._mark(tensor, limit=self.shape.max_rows)
-        logits = self.pieces.of_size("head", num_seqs)(hidden, residual)
-        return logits, inputs.seq_rows[:num_seqs]
-
-    @staticmethod
-    def _mark(tensor: Tensor, *, limit: int) -> None:
-        mark_dynamic(tensor, 0, low=2, high=limit)
+        if is_marked:
+            hidden, residual = self._any_size(hidden), self._any_size(residual)
+        return self.pieces.head(hidden, residual), inputs.seq_rows[:num_seqs]
 
     def _budget(self, num_tokens: int) -> Tensor:
         if num_tokens not in self._budgets:

@@ -10,6 +10,7 @@ from compiled_engine.custom_ops.attention import (
     PagedContext,
     attention,
 )
+from compiled_engine.custom_ops.gemm import LINEAR
 from compiled_engine.custom_ops.library import OpSpec
 from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, rms_norm
 from compiled_engine.custom_ops.rope_kv import (
@@ -28,6 +29,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     RMS_NORM,
     ADD_RMS_NORM,
     SILU_AND_MUL,
+    LINEAR,
     ROPE,
     QK_NORM_ROPE,
     KV_WRITE,

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
-from compiled_engine.custom_ops.library import LIBRARY, define_op
-
-CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from compiled_engine.custom_ops.library import CPU_DTYPES, LIBRARY, define_op
 
 
 class PagedContext(NamedTuple):
@@ -57,6 +55,8 @@ def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple
         q = torch.randn(6, heads, dim, generator=generator, device=device).to(dtype)
         rows = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
         made.append((q, cache[0], cache[1], pages, rows, lens, starts, dim**-0.5))
+    q, k_cache, v_cache, pages, rows, lens, starts, scale = made[0]
+    made.append((q[:0], k_cache, v_cache, pages, rows, lens * 0, starts * 0, scale))
     return made
 
 
@@ -98,11 +98,15 @@ def paged_attention_cpu(
     """
     q = q.contiguous()
     num_tokens, num_heads, head_dim = q.shape
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
-    assert k_cache.is_contiguous(), "the KV cache must be contiguous"
-    assert v_cache.is_contiguous(), "the KV cache must be contiguous"
+    for cache in (k_cache, v_cache):
+        assert cache.is_contiguous(), "the KV cache must be contiguous"
+        assert cache.dtype == q.dtype, f"q is {q.dtype}, the KV cache {cache.dtype}"
+    for indices in (block_table, seq_rows, seq_lens, query_start_loc):
+        assert indices.dtype == torch.int32, f"indices are {indices.dtype}, not int32"
+        assert indices.is_contiguous(), "index tensors must be contiguous"
     _cpu_kernel()(
         CPU_DTYPES[q.dtype],
         q.data_ptr(),

@@ -24,5 +24,6 @@ def load_cpp_library(file_name: str) -> ctypes.CDLL:
     """
     from torch._inductor.codecache import CppCodeCache
 
-    source = (CSRC / file_name).read_text()
+    # One translation unit: the cache key then covers the shared header too.
+    source = (CSRC / "vector.h").read_text() + (CSRC / file_name).read_text()
     return CppCodeCache.load(source, extra_flags=("-mprefer-vector-width=512",))

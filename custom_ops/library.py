@@ -17,6 +17,8 @@ from torch.library import Library
 
 NAMESPACE = "ce"
 LIBRARY = Library(NAMESPACE, "DEF")
+# dtype codes of the C++ kernels
+CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias`: [T, k], [n, k], [n] or None to [T, n]."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the two halves of [T, H, D] by angles [T, D // 2], in fp32."""
     first, second = x.float().chunk(2, dim=-1)
@@ -210,7 +215,7 @@ def paged_attention(
     Returns:
         [T, H, D]; padding tokens are 0.
     """
-    num_tokens, num_heads, _ = q.shape
+    num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k_cache.shape[2], k_cache.shape[1]
     token = torch.arange(num_tokens, device=q.device)
     seq = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
@@ -219,12 +224,12 @@ def paged_attention(
     position = (seq_lens[seq] - (query_start_loc[seq + 1] - token)).long()
     pages = block_table[seq_rows[seq].long()].long()  # [T, max_pages_per_row]
     context = pages.shape[1] * page_size
-    k = k_cache[pages].reshape(num_tokens, context, num_kv_heads, -1).float()
-    v = v_cache[pages].reshape(num_tokens, context, num_kv_heads, -1).float()
+    k = k_cache[pages].reshape(num_tokens, context, num_kv_heads, head_dim).float()
+    v = v_cache[pages].reshape(num_tokens, context, num_kv_heads, head_dim).float()
     visible = torch.arange(context, device=q.device) <= position[:, None]  # [T, context]
     visible = visible & is_real[:, None]
     group = num_heads // num_kv_heads
-    grouped = q.float().reshape(num_tokens, num_kv_heads, group, -1) * scale
+    grouped = q.float().reshape(num_tokens, num_kv_heads, group, head_dim) * scale
     scores = torch.einsum("thgd,tchd->thgc", grouped, k)
     scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)

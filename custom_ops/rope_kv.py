@@ -54,8 +54,12 @@ def _examples(*names: str) -> Any:
     return make
 
 
+def _contiguous_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _fake_rope(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
+    return _contiguous_like(q), _contiguous_like(k)
 
 
 def _fake_nothing(*_: Any) -> None:
@@ -63,7 +67,7 @@ def _fake_nothing(*_: Any) -> None:
 
 
 def _fake_query(q: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(q)
+    return _contiguous_like(q)
 
 
 ROPE = define_op(

@@ -48,6 +48,9 @@ def _cpu_kernel() -> Any:
 
 def sampling_threshold_cpu(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The C++ kernel; arguments and result as `reference.sampling_threshold`."""
+    for tensor in (logits, top_p, min_p):
+        assert tensor.dtype == torch.float32, f"{tensor.dtype} where fp32 is meant"
+    assert top_k.dtype == torch.int32, f"top_k is {top_k.dtype}, not int32"
     logits, top_k = logits.contiguous(), top_k.contiguous()
     top_p, min_p = top_p.contiguous(), min_p.contiguous()
     out = logits.new_empty(logits.shape[0])

@@ -17,7 +17,7 @@ import torch
 
 from compiled_engine.custom_ops import ALL_OPS, OpSpec, reference
 from compiled_engine.errors import ConfigError
-from compiled_engine.passes import fuse_add_rms_norm, fuse_qk_norm_rope_kv, pattern
+from compiled_engine.passes import fuse_add_rms_norm, fuse_qk_norm_rope_kv, pattern, use_linear_op
 from compiled_engine.passes.pattern import (
     CustomGraphPass,
     Graph,
@@ -26,7 +26,11 @@ from compiled_engine.passes.pattern import (
     functionalized_calls,
 )
 
-FUSIONS: tuple[ModuleType, ...] = (fuse_add_rms_norm, fuse_qk_norm_rope_kv)
+FUSIONS: tuple[ModuleType, ...] = (
+    fuse_add_rms_norm,
+    fuse_qk_norm_rope_kv,
+    use_linear_op,
+)
 PASS_NAMES: tuple[str, ...] = tuple(module.NAME for module in FUSIONS)
 
 

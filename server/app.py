@@ -57,7 +57,7 @@ _STATIC = web.AppKey("static_answers", control.StaticAnswers)
 
 def make_app(
     engine_client: EngineClient,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     config: ServerConfig,
     model_name: str,
     *,
@@ -68,7 +68,7 @@ def make_app(
 
     Args:
         engine_client: not started yet.
-        tokenizer: of the served model.
+        tokenizer: of the served model; None if `ServerState.loaded_tokenizer` is set later.
         config: limits and the API key.
         model_name: name on `/v1/models`.
         created: Unix time shown for the model.
@@ -82,7 +82,7 @@ def make_app(
     )
     state = ServerState(
         engine=engine_client,
-        tokenizer=tokenizer,
+        loaded_tokenizer=tokenizer,
         config=config,
         model_name=model_name,
         created=created,

@@ -92,13 +92,14 @@ class ServerState:
 
     Attributes:
         created: Unix time shown for the model.
+        loaded_tokenizer: None until the model's folder is known.
         default_sampling: values of requests that leave them out; from the model's own settings.
         request_ids: ids for the engine, never reused.
         text_pool: threads for tokenising and template rendering.
     """
 
     engine: EngineClient
-    tokenizer: Tokenizer
+    loaded_tokenizer: Tokenizer | None
     config: ServerConfig
     model_name: str
     created: int
@@ -111,6 +112,17 @@ class ServerState:
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
     )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            EngineUnavailableError: it is not loaded yet.
+        """
+        if self.loaded_tokenizer is None:
+            raise EngineUnavailableError("the tokenizer is not loaded yet")
+        return self.loaded_tokenizer
 
     def note_unknown_fields(self, names: set[str]) -> None:
         """Counts and, once each, logs request fields that are not known."""

@@ -1,42 +1,106 @@
 """Settings of every test: seeds, threads, one compile cache, a limit on compilations, GPU skips.
 
-The default tier may cause at most `MAX_COMPILES` distinct Inductor compilations; the run that makes
-one more fails at its end. Compilations in child processes are not counted.
+The default tier may cause at most `MAX_COMPILES` Inductor compilations (cache misses); a run that
+causes more fails at its end. Compilations in child processes are not counted. The cache is a fresh
+folder, or `COMPILED_ENGINE_TEST_CACHE` where that names one to keep between runs.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 MAX_COMPILES = 12
-# Set before torch is imported: threads that spin while they wait slow everything on a small machine.
+CACHE_VARIABLE = "COMPILED_ENGINE_TEST_CACHE"
+# Read when torch is imported: threads that spin while they wait slow everything on a small machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+@dataclass
+class CompileCount:
+    """Inductor compilations of this run."""
+
+    num_misses: int = 0
+    is_limited: bool = True
+
+    @property
+    def is_exceeded(self) -> bool:
+        return self.is_limited and self.num_misses > MAX_COMPILES
+
+
+COUNT = pytest.StashKey[CompileCount]()
+CACHE = pytest.StashKey[Path]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """One Inductor cache for the whole run, empty at its start so that compilations are counted."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        # Lives as long as pytest's own temporary folders: the last three runs.
-        folder = config._tmp_path_factory.mktemp("inductor")  # type: ignore[attr-defined]
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    """Makes the run's one compile cache."""
+    kept = os.environ.get(CACHE_VARIABLE)
+    folder = Path(kept) if kept else Path(tempfile.mkdtemp(prefix="compiled-engine-tests-"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    config.stash[CACHE] = folder
+    config.stash[COUNT] = CompileCount()
+    if not kept:
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where torch sees no GPU."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Limits compilations in the default tier, and skips `gpu` tests where torch sees no GPU."""
+    has_slow = any(item.get_closest_marker("slow") for item in session.items)
+    on_gpu = [item for item in session.items if item.get_closest_marker("gpu")]
+    session.config.stash[COUNT].is_limited = not has_slow and not on_gpu
+    if not on_gpu:
         return
     import torch
 
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs an NVIDIA GPU; torch sees none")
-        for item in marked:
-            item.add_marker(skip)
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; torch sees none"))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Says how many compilations there were."""
+    count = config.stash[COUNT]
+    limit = f", at most {MAX_COMPILES} are allowed" if count.is_limited else ""
+    terminalreporter.write_line(f"Inductor compilations: {count.num_misses}{limit}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run with too many compilations."""
+    if session.config.stash[COUNT].is_exceeded and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def num_cache_misses() -> int:
+    """Inductor's own count in this process; 0 while torch's compiler is not even imported."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["inductor"]["fxgraph_cache_miss"]) if utils else 0
+
+
+@pytest.fixture(autouse=True)
+def counted_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Adds a test's compilations to the run's, and puts the compile cache back where it was."""
+    before, folder = num_cache_misses(), os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    yield
+    after = num_cache_misses()
+    # A test may have cleared torch's counters.
+    request.config.stash[COUNT].num_misses += after - before if after >= before else after
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+
+
+@pytest.fixture(scope="session")
+def engine_cache_dir(pytestconfig: pytest.Config) -> Path:
+    """`cache_dir` for engines in tests: its compiled code is the run's one compile cache."""
+    return pytestconfig.stash[CACHE]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -63,27 +127,9 @@ def nan_filled_empty() -> Iterator[None]:
     """`torch.empty` and its kin hand out NaN (integers: the largest), so unwritten output shows."""
     import torch
 
-    with torch.utils.deterministic.DeterministicFill() if False else _deterministic_fill():
-        yield
-
-
-class _deterministic_fill:  # noqa: N801 - used as a with-block
-    """Torch's own filling of uninitialised memory, which needs its deterministic mode."""
-
-    def __enter__(self) -> None:
-        import torch
-
-        self.before = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,
-        )
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-
-    def __exit__(self, *_: object) -> None:
-        import torch
-
-        enabled, warn_only, fill = self.before
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory, "torch's default has changed"
+    yield
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -57,3 +57,9 @@ def set_cache_dir(path: str) -> None:
     import os
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = path
+
+
+def has_own_kernel(overload: Any, device_type: str) -> bool:
+    """Whether an op has a kernel for "cpu" or "cuda" beside its plain-torch body."""
+    key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}[device_type]
+    return bool(overload.has_kernel_for_dispatch_key(key))

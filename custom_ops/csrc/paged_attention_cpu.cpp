@@ -5,58 +5,21 @@
 // A work item is (sequence, kv head, block of query tokens); the query heads of a group share the
 // loaded keys. Items walk the sequence's pages in tiles of kTile positions with a running maximum
 // and sum, so cost follows the sum of the sequence lengths and never the width of the block table.
-// All arithmetic is fp32. Few query rows (decode) take dot products along the head dim; many rows
-// (prefill) transpose the key tile once and stream over it.
+// All arithmetic is fp32. Few query rows (decode) take dot products along the head dim straight
+// from the pages; many rows (prefill) transpose a key tile once and stream over it, four rows of
+// accumulators at a time. Head dims are padded with zeros to whole vectors in the scratch copies.
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
 namespace {
 
-constexpr int kTile = 64;          // positions a tile; 64 fp32 scores are four AVX-512 registers
-constexpr int kMaxRows = 32;       // query tokens * group size a work item
-constexpr int kTransposeRows = 6;  // from this many rows on the transposed key tile pays
+using namespace ce;
 
-struct Bf16 { uint16_t bits; };
-struct Fp16 { _Float16 value; };
-
-inline float load(float x) { return x; }
-inline float load(Bf16 x) {
-  uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &wide, 4);
-  return out;
-}
-inline float load(Fp16 x) { return static_cast<float>(x.value); }
-inline void store(float* p, float x) { *p = x; }
-inline void store(Bf16* p, float x) {
-  uint32_t wide;
-  std::memcpy(&wide, &x, 4);
-  wide += 0x7fffu + ((wide >> 16) & 1u);  // round to nearest even
-  p->bits = static_cast<uint16_t>(wide >> 16);
-}
-inline void store(Fp16* p, float x) { p->value = static_cast<_Float16>(x); }
-
-// exp for x <= 0: split into 2^n * e^r, |r| <= ln2 / 2, degree-6 polynomial; relative error 1e-7.
-inline float exp_nonpositive(float x) {
-  x = std::max(x, -87.0f);
-  float n = std::nearbyintf(x * 1.44269504088896341f);
-  float r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, 4);
-  return p * power;
-}
+constexpr int kTile = 64;          // positions a tile: four vectors of scores
+constexpr int kMaxRows = 48;       // query tokens * group size a work item
+constexpr int kTransposeRows = 8;  // from this many rows on the transposed key tile pays
+constexpr int kVectors = kTile / kLanes;
 
 struct Shape {
   int64_t num_heads, num_kv_heads, head_dim, page_size, table_width, num_seqs;
@@ -67,147 +30,228 @@ struct Item {
   int32_t seq, kv_head, first_token, num_tokens;
 };
 
-// One tile of scores for `rows` query rows against `width` keys held as fp32 [width][dim].
-template <int kDim>
-void scores_by_dot(const float* q, const float* k, float* s, int rows, int width, int dim_arg) {
-  const int dim = kDim > 0 ? kDim : dim_arg;
-  for (int j = 0; j < width; ++j) {
-    const float* key = k + j * dim;
-    for (int r = 0; r < rows; ++r) {
-      const float* query = q + r * dim;
-      float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-      for (int d = 0; d < dim; ++d) sum += query[d] * key[d];
-      s[r * kTile + j] = sum;
-    }
+// Scratch of one thread; `width` is the head dim rounded up to whole vectors.
+struct Scratch {
+  float *query, *acc, *key, *value, *score, *top, *total;
+  std::vector<float> memory;
+
+  explicit Scratch(int width)
+      : memory(2 * kMaxRows * width + 2 * kTile * width + kMaxRows * (kTile + 2), 0.0f) {
+    query = memory.data();              // [rows][width], scaled
+    acc = query + kMaxRows * width;     // [rows][width]
+    key = acc + kMaxRows * width;       // [width][kTile], transposed
+    value = key + kTile * width;        // [kTile][width]
+    score = value + kTile * width;      // [rows][kTile]
+    top = score + kMaxRows * kTile;     // [rows] running maximum
+    total = top + kMaxRows;             // [rows] running sum
   }
+};
+
+template <typename T>
+inline f32x16 load_part(const T* p, int count) {
+  if (count >= kLanes) return load16(p);
+  f32x16 x = {};
+  for (int i = 0; i < count; ++i) x[i] = load(p[i]);
+  return x;
 }
 
-// The same against keys transposed to [dim][kTile].
-template <int kDim>
-void scores_by_column(const float* q, const float* kt, float* s, int rows, int dim_arg) {
-  const int dim = kDim > 0 ? kDim : dim_arg;
-  int r = 0;
-  for (; r + 2 <= rows; r += 2) {
-    float a[kTile] = {0}, b[kTile] = {0};
-    const float *qa = q + r * dim, *qb = qa + dim;
-    for (int d = 0; d < dim; ++d) {
-      const float x = qa[d], y = qb[d];
-      const float* column = kt + d * kTile;
-#pragma omp simd
-      for (int j = 0; j < kTile; ++j) {
-        a[j] += x * column[j];
-        b[j] += y * column[j];
-      }
-    }
-    std::memcpy(s + r * kTile, a, sizeof a);
-    std::memcpy(s + (r + 1) * kTile, b, sizeof b);
+// Scores of `rows` query rows against transposed keys [dim][kTile], kRows rows at a time.
+template <int kRows>
+void score_columns(const float* q, const float* keys, float* s, int dim, int width) {
+  f32x16 acc[kRows][kVectors] = {};
+  for (int d = 0; d < dim; ++d) {
+    const float* column = keys + d * kTile;
+    f32x16 k[kVectors];
+    for (int v = 0; v < kVectors; ++v) k[v] = load16(column + v * kLanes);
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < kVectors; ++v) acc[r][v] += q[r * width + d] * k[v];
   }
-  if (r < rows) {
-    float a[kTile] = {0};
-    for (int d = 0; d < dim; ++d) {
-      const float x = q[r * dim + d];
-      const float* column = kt + d * kTile;
-#pragma omp simd
-      for (int j = 0; j < kTile; ++j) a[j] += x * column[j];
-    }
-    std::memcpy(s + r * kTile, a, sizeof a);
-  }
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) store16(s + r * kTile + v * kLanes, acc[r][v]);
 }
 
-template <typename T, int kDim>
-void attend(const Shape& shape, const T* q, const T* k_cache, const T* v_cache,
-            const int32_t* pages, int64_t last_position, const Item& item, float* scratch, T* out) {
-  const int dim = kDim > 0 ? kDim : static_cast<int>(shape.head_dim);
-  const int group = static_cast<int>(shape.num_heads / shape.num_kv_heads);
-  const int rows = item.num_tokens * group;
-  const int64_t position_stride = shape.num_kv_heads * dim;
-  float* query = scratch;                      // [rows][dim], scaled
-  float* acc = query + kMaxRows * dim;         // [rows][dim]
-  float* key = acc + kMaxRows * dim;           // [kTile][dim], or transposed [dim][kTile]
-  float* value = key + kTile * dim;            // [kTile][dim]
-  float* score = value + kTile * dim;          // [rows][kTile]
-  float* top = score + kMaxRows * kTile;       // [rows] running maximum
-  float* total = top + kMaxRows;               // [rows] running sum
-  for (int r = 0; r < rows; ++r) {
-    const int64_t token = item.first_token + r / group;
-    const int64_t head = static_cast<int64_t>(item.kv_head) * group + r % group;
-    const T* source = q + (token * shape.num_heads + head) * dim;
-    for (int d = 0; d < dim; ++d) {
-      query[r * dim + d] = load(source[d]) * shape.scale;
-      acc[r * dim + d] = 0.0f;
-    }
-    top[r] = -std::numeric_limits<float>::max();
-    total[r] = 0.0f;
-  }
-  // `last_position` is the position of the item's last token: later keys are invisible to all rows.
-  const bool transposed = rows >= kTransposeRows;
-  for (int64_t start = 0; start <= last_position; start += kTile) {
-    const int width = static_cast<int>(std::min<int64_t>(kTile, last_position + 1 - start));
-    for (int j = 0; j < width; ++j) {
-      const int64_t at = start + j;
-      const int64_t slot =
-          pages[at / shape.page_size] * shape.page_size + at % shape.page_size;
-      const T* ks = k_cache + slot * position_stride + item.kv_head * dim;
-      const T* vs = v_cache + slot * position_stride + item.kv_head * dim;
-      for (int d = 0; d < dim; ++d) value[j * dim + d] = load(vs[d]);
-      if (transposed) {
-        for (int d = 0; d < dim; ++d) key[d * kTile + j] = load(ks[d]);
-      } else {
-        for (int d = 0; d < dim; ++d) key[j * dim + d] = load(ks[d]);
+// acc[row] += weights[row] @ values, kRows rows at a time, four vectors of the head dim at a time.
+template <int kRows>
+void add_values(const float* weights, const float* values, float* acc, int count, int width) {
+  for (int d = 0; d < width; d += 4 * kLanes) {
+    const int vectors = std::min(4, (width - d) / kLanes);
+    f32x16 sum[kRows][4] = {};
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < vectors; ++v) sum[r][v] = load16(acc + r * width + d + v * kLanes);
+    if (vectors == 4) {
+      for (int j = 0; j < count; ++j) {
+        f32x16 x[4];
+        for (int v = 0; v < 4; ++v) x[v] = load16(values + j * width + d + v * kLanes);
+        for (int r = 0; r < kRows; ++r)
+          for (int v = 0; v < 4; ++v) sum[r][v] += weights[r * kTile + j] * x[v];
       }
-    }
-    if (transposed) {
-      if (width < kTile) {
-        for (int d = 0; d < dim; ++d)
-          std::fill(key + d * kTile + width, key + (d + 1) * kTile, 0.0f);
-      }
-      scores_by_column<kDim>(query, key, score, rows, dim);
     } else {
-      scores_by_dot<kDim>(query, key, score, rows, width, dim);
+      for (int j = 0; j < count; ++j)
+        for (int r = 0; r < kRows; ++r)
+          for (int v = 0; v < vectors; ++v)
+            sum[r][v] += weights[r * kTile + j] * load16(values + j * width + d + v * kLanes);
     }
-    for (int r = 0; r < rows; ++r) {
-      const int64_t position = last_position - (item.num_tokens - 1 - r / group);
-      const int visible = static_cast<int>(std::min<int64_t>(width, position + 1 - start));
-      if (visible <= 0) continue;
-      float* s = score + r * kTile;
-      float highest = top[r];
-      for (int j = 0; j < visible; ++j) highest = std::max(highest, s[j]);
-      const float rescale = exp_nonpositive(top[r] - highest);
-      float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-      for (int j = 0; j < visible; ++j) {
-        s[j] = exp_nonpositive(s[j] - highest);
-        sum += s[j];
-      }
-      total[r] = total[r] * rescale + sum;
-      top[r] = highest;
-      float* o = acc + r * dim;
-      for (int d = 0; d < dim; ++d) o[d] *= rescale;
-      for (int j = 0; j < visible; ++j) {
-        const float weight = s[j];
-        const float* row = value + j * dim;
-#pragma omp simd
-        for (int d = 0; d < dim; ++d) o[d] += weight * row[d];
-      }
-    }
-  }
-  for (int r = 0; r < rows; ++r) {
-    const int64_t token = item.first_token + r / group;
-    const int64_t head = static_cast<int64_t>(item.kv_head) * group + r % group;
-    const float inverse = 1.0f / total[r];
-    T* target = out + (token * shape.num_heads + head) * dim;
-    for (int d = 0; d < dim; ++d) store(target + d, acc[r * dim + d] * inverse);
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < vectors; ++v) store16(acc + r * width + d + v * kLanes, sum[r][v]);
   }
 }
 
-template <typename T, int kDim>
-void run(const Shape& shape, const T* q, const T* k_cache, const T* v_cache,
+// Turns a row of scores into weights exp(score - running maximum), and rescales what was summed.
+void soften(float* s, int visible, float* top, float* total, float* acc, int width) {
+  for (int j = visible; j < kTile; ++j) s[j] = -std::numeric_limits<float>::max();
+  f32x16 x[kVectors], highest = f32x16{} + *top;
+  for (int v = 0; v < kVectors; ++v) {
+    x[v] = load16(s + v * kLanes);
+    highest = max16(highest, x[v]);
+  }
+  float peak = highest[0];
+  for (int i = 1; i < kLanes; ++i) peak = std::max(peak, highest[i]);
+  const float rescale = exp_nonpositive(f32x16{} + (*top - peak))[0];
+  f32x16 sum = {};
+  for (int v = 0; v < kVectors; ++v) {
+    const f32x16 weight = exp_nonpositive(x[v] - peak);
+    store16(s + v * kLanes, weight);
+    sum += weight;
+  }
+  for (int j = visible; j < kTile; ++j) {
+    sum[j % kLanes] -= s[j];
+    s[j] = 0.0f;
+  }
+  *total = *total * rescale + sum16(sum);
+  *top = peak;
+  if (rescale != 1.0f)
+    for (int d = 0; d < width; d += kLanes) store16(acc + d, load16(acc + d) * rescale);
+}
+
+template <typename T>
+class Attention {
+ public:
+  Attention(const Shape& shape, const T* q, const T* k_cache, const T* v_cache, T* out)
+      : shape_(shape),
+        q_(q),
+        k_cache_(k_cache),
+        v_cache_(v_cache),
+        out_(out),
+        dim_(static_cast<int>(shape.head_dim)),
+        width_((dim_ + kLanes - 1) / kLanes * kLanes),
+        group_(static_cast<int>(shape.num_heads / shape.num_kv_heads)) {}
+
+  int width() const { return width_; }
+  int block() const { return std::max(1, kMaxRows / group_); }
+
+  // `last_position` is the position of the item's last token: no row sees a later key.
+  void run(const Item& item, const int32_t* pages, int64_t last_position, Scratch& x) const {
+    // A group of more heads than the scratch holds goes in parts.
+    for (int from = 0; from < group_; from += kMaxRows) {
+      const int heads = std::min(kMaxRows, group_ - from);
+      run_heads(item, pages, last_position, from, heads, x);
+    }
+  }
+
+ private:
+  const T* slot(const T* cache, const int32_t* pages, int64_t position, int kv_head) const {
+    const int64_t at =
+        pages[position / shape_.page_size] * shape_.page_size + position % shape_.page_size;
+    return cache + (at * shape_.num_kv_heads + kv_head) * dim_;
+  }
+
+  int64_t row_offset(const Item& item, int r, int from, int heads) const {
+    const int64_t token = item.first_token + r / heads;
+    const int64_t head = static_cast<int64_t>(item.kv_head) * group_ + from + r % heads;
+    return (token * shape_.num_heads + head) * dim_;
+  }
+
+  void run_heads(const Item& item, const int32_t* pages, int64_t last_position, int from,
+                 int heads, Scratch& x) const {
+    const int rows = item.num_tokens * heads;
+    for (int r = 0; r < rows; ++r) {
+      const T* source = q_ + row_offset(item, r, from, heads);
+      for (int d = 0; d < width_; d += kLanes) {
+        store16(x.query + r * width_ + d, load_part(source + d, dim_ - d) * shape_.scale);
+        store16(x.acc + r * width_ + d, f32x16{});
+      }
+      x.top[r] = -std::numeric_limits<float>::max();
+      x.total[r] = 0.0f;
+    }
+    for (int64_t start = 0; start <= last_position; start += kTile) {
+      const int count = static_cast<int>(std::min<int64_t>(kTile, last_position + 1 - start));
+      load_values(pages, start, count, item.kv_head, x);
+      if (rows >= kTransposeRows)
+        score_many(pages, start, count, item.kv_head, rows, x);
+      else
+        score_few(pages, start, count, item.kv_head, rows, x);
+      for (int r = 0; r < rows; ++r) {
+        const int64_t position = last_position - (item.num_tokens - 1 - r / heads);
+        const int visible = static_cast<int>(
+            std::max<int64_t>(0, std::min<int64_t>(count, position + 1 - start)));
+        if (visible > 0)
+          soften(x.score + r * kTile, visible, x.top + r, x.total + r, x.acc + r * width_, width_);
+        else
+          std::fill(x.score + r * kTile, x.score + (r + 1) * kTile, 0.0f);
+      }
+      int r = 0;
+      for (; r + 4 <= rows; r += 4)
+        add_values<4>(x.score + r * kTile, x.value, x.acc + r * width_, count, width_);
+      for (; r < rows; ++r)
+        add_values<1>(x.score + r * kTile, x.value, x.acc + r * width_, count, width_);
+    }
+    for (int r = 0; r < rows; ++r) {
+      T* target = out_ + row_offset(item, r, from, heads);
+      const float inverse = 1.0f / x.total[r];
+      for (int d = 0; d < dim_; ++d) store(target + d, x.acc[r * width_ + d] * inverse);
+    }
+  }
+
+  void load_values(const int32_t* pages, int64_t start, int count, int kv_head,
+                   Scratch& x) const {
+    for (int j = 0; j < count; ++j) {
+      const T* source = slot(v_cache_, pages, start + j, kv_head);
+      for (int d = 0; d < width_; d += kLanes)
+        store16(x.value + j * width_ + d, load_part(source + d, dim_ - d));
+    }
+  }
+
+  void score_few(const int32_t* pages, int64_t start, int count, int kv_head, int rows,
+                 Scratch& x) const {
+    for (int j = 0; j < count; ++j) {
+      const T* source = slot(k_cache_, pages, start + j, kv_head);
+      for (int r = 0; r < rows; ++r) {
+        f32x16 sum = {};
+        for (int d = 0; d < width_; d += kLanes)
+          sum += load16(x.query + r * width_ + d) * load_part(source + d, dim_ - d);
+        x.score[r * kTile + j] = sum16(sum);
+      }
+    }
+  }
+
+  void score_many(const int32_t* pages, int64_t start, int count, int kv_head, int rows,
+                  Scratch& x) const {
+    for (int j = 0; j < count; ++j) {
+      const T* source = slot(k_cache_, pages, start + j, kv_head);
+      for (int d = 0; d < dim_; ++d) x.key[d * kTile + j] = load(source[d]);
+    }
+    for (int j = count; j < kTile; ++j)
+      for (int d = 0; d < dim_; ++d) x.key[d * kTile + j] = 0.0f;
+    int r = 0;
+    for (; r + 4 <= rows; r += 4)
+      score_columns<4>(x.query + r * width_, x.key, x.score + r * kTile, dim_, width_);
+    for (; r < rows; ++r)
+      score_columns<1>(x.query + r * width_, x.key, x.score + r * kTile, dim_, width_);
+  }
+
+  const Shape shape_;
+  const T *q_, *k_cache_, *v_cache_;
+  T* out_;
+  const int dim_, width_, group_;
+};
+
+template <typename T>
+void run(const Shape& shape, const void* q, const void* k_cache, const void* v_cache,
          const int32_t* block_table, const int32_t* seq_rows, const int32_t* seq_lens,
-         const int32_t* query_start_loc, T* out) {
-  const int dim = static_cast<int>(shape.head_dim);
-  const int group = static_cast<int>(shape.num_heads / shape.num_kv_heads);
-  const int block = std::max(1, kMaxRows / group);
+         const int32_t* query_start_loc, void* out) {
+  const Attention<T> attention(shape, static_cast<const T*>(q), static_cast<const T*>(k_cache),
+                               static_cast<const T*>(v_cache), static_cast<T*>(out));
+  const int block = attention.block();
   std::vector<Item> items;
   for (int32_t s = 0; s < shape.num_seqs; ++s) {
     // Later blocks see more keys, so they go first: the last thread to finish has little left.
@@ -217,35 +261,17 @@ void run(const Shape& shape, const T* q, const T* k_cache, const T* v_cache,
     }
   }
   const int64_t num_items = static_cast<int64_t>(items.size());
-  const size_t scratch_size = 2 * static_cast<size_t>(kMaxRows) * dim +
-                              2 * static_cast<size_t>(kTile) * dim + kMaxRows * (kTile + 2);
 #pragma omp parallel if (num_items > 1)
   {
-    std::vector<float> scratch(scratch_size);
+    Scratch scratch(attention.width());
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < num_items; ++i) {
       const Item& item = items[i];
       const int32_t after = query_start_loc[item.seq + 1] - (item.first_token + item.num_tokens);
       const int64_t last_position = seq_lens[item.seq] - 1 - after;
       const int32_t* pages = block_table + seq_rows[item.seq] * shape.table_width;
-      attend<T, kDim>(shape, q, k_cache, v_cache, pages, last_position, item, scratch.data(), out);
+      attention.run(item, pages, last_position, scratch);
     }
-  }
-}
-
-template <typename T>
-void dispatch(const Shape& shape, const void* q, const void* k, const void* v,
-              const int32_t* block_table, const int32_t* seq_rows, const int32_t* seq_lens,
-              const int32_t* query_start_loc, void* out) {
-  auto call = [&](auto dim) {
-    run<T, decltype(dim)::value>(shape, static_cast<const T*>(q), static_cast<const T*>(k),
-                                 static_cast<const T*>(v), block_table, seq_rows, seq_lens,
-                                 query_start_loc, static_cast<T*>(out));
-  };
-  switch (shape.head_dim) {
-    case 64: return call(std::integral_constant<int, 64>{});
-    case 128: return call(std::integral_constant<int, 128>{});
-    default: return call(std::integral_constant<int, 0>{});
   }
 }
 
@@ -260,11 +286,10 @@ extern "C" void ce_paged_attention(int32_t dtype, const void* q, const void* k, 
                                    int64_t head_dim, int64_t page_size, int64_t table_width,
                                    int64_t num_seqs, float scale) {
   const Shape shape{num_heads, num_kv_heads, head_dim, page_size, table_width, num_seqs, scale};
-  auto call = [&](auto value) {
-    dispatch<decltype(value)>(shape, q, k, v, block_table, seq_rows, seq_lens, query_start_loc,
-                              out);
+  auto call = [&](auto kernel) {
+    kernel(shape, q, k, v, block_table, seq_rows, seq_lens, query_start_loc, out);
   };
-  if (dtype == 0) return call(float{});
-  if (dtype == 1) return call(Bf16{});
-  return call(Fp16{});
+  if (dtype == 0) return call(run<float>);
+  if (dtype == 1) return call(run<Bf16>);
+  return call(run<Fp16>);
 }

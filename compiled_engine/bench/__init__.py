@@ -1,0 +1,1 @@
+"""Load generator and statistics, used by `compiled-engine bench` and by `perf/`."""
