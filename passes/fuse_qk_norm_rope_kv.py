@@ -52,6 +52,7 @@ def _fuse(graph: Graph, source_op: Any, fused_op: Any, names: tuple[str, ...]) -
         assert isinstance(source, Node)
         outputs = getitems(source)
         is_only_written = len(outputs[1]) == 1 and list(keys.users) == [write]
+        is_only_written = is_only_written and write.kwargs["v"] is not keys
         if not is_only_written or _reads_before(graph, outputs.get(0, []), write):
             continue
         kwargs = {**write.kwargs, **dict(zip(names, source.args, strict=True))}

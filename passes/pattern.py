@@ -80,12 +80,14 @@ def copy_meta(target: Node, source: Node) -> None:
 def whole_bases(node: Node, names: tuple[str, ...]) -> dict[str, int] | None:
     """Base index of each mutated argument, or None if one is a view of its base.
 
-    An argument is its whole base when functionalisation recorded it as an alias.
+    Functionalisation records a slice or strides for a view, and for a whole base at most that it
+    is an alias.
     """
     found: dict[str, int] = {}
     for name in names:
         index = node.kwargs.get(f"_{name}_base_index")
-        if not isinstance(index, int) or not node.kwargs.get(f"_{name}_alias", False):
+        is_view = any(f"_{name}_{key}" in node.kwargs for key in ("slice_dim", "size"))
+        if not isinstance(index, int) or is_view:
             return None
         found[name] = index
     return found

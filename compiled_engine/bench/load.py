@@ -83,14 +83,14 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     try:
         async with session.get(f"{url}/v1/models") as response:
             text = await response.text()
-            if response.status != 200:
-                raise ConfigError(
-                    f"{url}/v1/models answered {response.status}: {text[:_MAX_ERROR_CHARS]}",
-                    param="url",
-                )
-            return str(json.loads(text)["data"][0]["id"])
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise ConfigError(f"{url} cannot be reached: {error}", param="url") from error
+    if response.status != 200:
+        raise ConfigError(
+            f"{url}/v1/models answered {response.status}: {text[:_MAX_ERROR_CHARS]}", param="url"
+        )
+    try:
+        return str(json.loads(text)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{url}/v1/models names no model", param="url") from error
 

@@ -49,9 +49,14 @@ class EngineChild:
         """Exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
-    def stop(self, *, was_asked: bool) -> None:
-        """Waits until it has ended; ends it if it was not asked to, or does not obey. Blocks."""
-        if was_asked and self._has_ended(STOP_TIMEOUT_S):
+    def stop(self, *, can_obey: bool) -> None:
+        """Ends it. Blocks.
+
+        Args:
+            can_obey: it has a shutdown frame and is in a state to read it; it is ended by a signal
+                if it does not.
+        """
+        if can_obey and self._has_ended(STOP_TIMEOUT_S):
             return
         self._process.terminate()
         if not self._has_ended(KILL_AFTER_S):

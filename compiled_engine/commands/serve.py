@@ -90,7 +90,7 @@ class _Session:
         self._url = _url_of(sock)
         endpoint = new_endpoint()
         child = EngineChild(endpoint, self.engine_config)
-        was_served = False
+        can_obey = False
         try:
             client = ServedEngine(endpoint, child, self.server_config.engine_timeout_s)
             app = make_app(
@@ -107,11 +107,11 @@ class _Session:
                 sock,
                 self.server_config,
                 on_started=lambda: self.console.print(f"listening on {self._url}, loading"),
-                on_ready=lambda: self._announce(client),
             )
-            was_served = True
+            # While it loads, the engine reads no frames.
+            can_obey = client.limits is not None
         finally:
-            child.stop(was_asked=was_served)
+            child.stop(can_obey=can_obey)
             remove_endpoint(endpoint)
         return self._exit_code(code, child)
 
@@ -159,7 +159,11 @@ class _Session:
                 await asyncio.sleep(_POLL_S)
             if client.is_dead:
                 progress.abandon()
-        if client.is_dead and client.limits is None:
+        while not (client.is_ready or client.is_dead):
+            await asyncio.sleep(_POLL_S)
+        if client.is_ready:
+            self._announce(client)
+        elif client.limits is None:
             # Died while it loaded: nobody is served yet, so there is no reason to linger.
             signal.raise_signal(signal.SIGTERM)
 

@@ -80,7 +80,7 @@ def test_a_chain_of_blocks_matches_every_time():
     def chain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(3):
             x, residual = block(x, residual, weight)
-            x = x @ x.transpose(0, 1) @ x
+            x = x.sin()
         return x, residual
 
     inputs = tensors(8, 8)

@@ -1,0 +1,230 @@
+"""The pipeline as a whole: order, switches, fingerprint, and one real compile of each family's layer."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_engine.counters import CompileCounters
+from compiled_engine.custom_ops import ALL_OPS, LayerCache, PagedContext, reference, rms_norm
+from compiled_engine.errors import ConfigError
+from compiled_engine.models import ARCHITECTURES
+from compiled_engine.models.config import load_model_config
+from compiled_engine.models.layers import CausalLM
+from compiled_engine.models.weights import build_model, load_weights
+from compiled_engine.passes import (
+    PASS_NAMES,
+    PassPipeline,
+    fuse_add_rms_norm,
+    fuse_qk_norm_rope_kv,
+    pattern,
+    pipeline,
+)
+from tests.helpers.pass_harness import Harness, op_counts
+from tests.helpers.tiny_model import write_tiny_model
+
+# Sizes that occur nowhere else in the layer, so that they can be found in generated code.
+NUM_PAGES, PAGE_SIZE, NUM_TOKENS = 97, 8, 5
+FUSED = {"llama": "rope_kv_write", "qwen3": "qk_norm_rope_kv_write"}
+
+
+def ignore(*_: object) -> None:
+    """Counts nothing."""
+
+
+def smallest_graph() -> torch.fx.Graph:
+    """A graph that does nothing."""
+    graph = torch.fx.Graph()
+    graph.output(())
+    return graph
+
+
+def new_pipeline(**options: object) -> PassPipeline:
+    return PassPipeline(on_pass=ignore, **options)  # type: ignore[arg-type]
+
+
+# --- one layer of each family ---------------------------------------------------------------------
+
+
+class LayerStep:
+    """A tiny model's first layer, and a mixed step for it: a decode row and an extending row."""
+
+    def __init__(self, folder: Path, family: str) -> None:
+        write_tiny_model(folder, family=family)
+        config = load_model_config(folder)
+        model_class = ARCHITECTURES[config.architecture]
+        device = torch.device("cpu")
+        model: CausalLM = build_model(model_class, config, dtype=torch.float32, device=device)
+        load_weights(model, folder, dtype=torch.float32, device=device)
+        self.layer = model.layers[0]
+        shape = (NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        self.cache = LayerCache(torch.randn(shape), torch.randn(shape))
+        table = torch.tensor([[3, 4, 0], [0, 0, 0], [90, 7, 11]], dtype=torch.int32)
+        self.ctx = PagedContext(
+            torch.tensor([4 * PAGE_SIZE + 1, 7 * PAGE_SIZE + 7, 11 * PAGE_SIZE, 11 * PAGE_SIZE + 1, -1]),
+            table,
+            torch.tensor([0, 2], dtype=torch.int32),
+            torch.tensor([10, 18], dtype=torch.int32),
+            torch.tensor([0, 1, 4], dtype=torch.int32),
+        )
+        positions = torch.tensor([9, 15, 16, 17, 0])
+        self.rotary = model.model.rotary(positions)
+        self.hidden = torch.randn(NUM_TOKENS, config.hidden_size)
+        self.residual = torch.randn(NUM_TOKENS, config.hidden_size)
+
+    def arguments(self) -> tuple[object, ...]:
+        """Arguments of one call, with caches of its own."""
+        cache = LayerCache(*(tensor.clone() for tensor in self.cache))
+        return (self.layer, self.hidden, self.residual, self.rotary, cache, self.ctx)
+
+
+def call_layer(layer, hidden, residual, rotary, cache, ctx) -> tuple[Tensor, Tensor]:
+    return layer(hidden, residual, rotary, cache, ctx)
+
+
+def run_eagerly(step: LayerStep) -> tuple[tuple[Tensor, Tensor], LayerCache]:
+    arguments = step.arguments()
+    with torch.no_grad():
+        outputs = call_layer(*arguments)
+    return outputs, arguments[4]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_counts_of_a_layer(tmp_path, family, dynamic):
+    step = LayerStep(tmp_path, family)
+    arguments = step.arguments()
+    kept = frozenset({"add_rms_norm", FUSED[family]})
+    found = Harness(kept_ops=kept).run(call_layer, *arguments, dynamic=dynamic)
+    assert found.matches("fuse_add_rms_norm") == 2
+    assert found.matches("fuse_qk_norm_rope_kv") == 1
+    counts = op_counts(found.after)
+    counts.pop("linear", None)
+    assert counts == {"add_rms_norm": 2, FUSED[family]: 1, "paged_attention": 1}
+    assert found.counters.num_expansions == 1, "the activation"
+    outputs, cache = run_eagerly(step)
+    torch.testing.assert_close(found.outputs, outputs)
+    torch.testing.assert_close(arguments[4], cache)
+
+
+@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("disabled", [(), PASS_NAMES], ids=["on", "off"])
+def test_everything_is_expanded_and_the_numbers_stay(tmp_path, family, disabled):
+    step = LayerStep(tmp_path, family)
+    arguments = step.arguments()
+    found = Harness(disabled=disabled).run(call_layer, *arguments)
+    unexpandable = {op.name for op in ALL_OPS if not op.is_expandable}
+    assert set(op_counts(found.after)) <= unexpandable
+    outputs, cache = run_eagerly(step)
+    torch.testing.assert_close(found.outputs, outputs)
+    torch.testing.assert_close(arguments[4], cache)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_compiled_layer_writes_the_cache_in_place(tmp_path, monkeypatch, family):
+    """One real compile: the generated code allocates and copies nothing as large as the cache."""
+    from torch._inductor.utils import run_and_get_code
+
+    step = LayerStep(tmp_path / "model", family)
+    # Code that comes from a cache would leave nothing to look at.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch._dynamo.reset()
+    counters = CompileCounters()
+    passes = PassPipeline(on_pass=counters.count_pass)
+    options = {"post_grad_custom_pre_pass": passes}
+    compiled = torch.compile(call_layer, fullgraph=True, dynamic=False, options=options)
+    arguments = step.arguments()
+    with torch.no_grad():
+        got, (code,) = run_and_get_code(compiled, *arguments)
+    outputs, cache = run_eagerly(step)
+    torch.testing.assert_close(got, outputs)
+    torch.testing.assert_close(arguments[4], cache)
+    assert counters.num_matches["fuse_add_rms_norm"] == 2
+    assert counters.num_matches["fuse_qk_norm_rope_kv"] == 1
+    assert "ce.paged_attention" in code
+    for op in ALL_OPS:
+        assert not op.is_expandable or f"ce.{op.name}." not in code, f"{op.name} was left in the code"
+    allocations = re.findall(r"= empty_strided\w*\(\(([\d, ]+)\)", code)
+    assert allocations
+    assert not [sizes for sizes in allocations if str(NUM_PAGES) in sizes.split(", ")]
+    num_cache_values = step.cache.k_cache.numel()
+    loops = [int(bound) for bound in re.findall(r"static_cast<int64_t>\((\d+)L\)", code)]
+    assert num_cache_values not in loops, "a loop over the whole cache"
+    assert "clone" not in code
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def test_unknown_pass_is_refused():
+    with pytest.raises(ConfigError, match="no such pass; there are fuse_add_rms_norm") as caught:
+        new_pipeline(disabled=("fuse_everything",))
+    assert caught.value.param == "disable_passes"
+    assert "fuse_everything" in str(caught.value)
+
+
+def test_passes_run_in_the_stated_order_and_expansion_comes_last():
+    names: list[str] = []
+    passes = PassPipeline(on_pass=lambda name, matches, seconds: names.append(name))
+    passes(smallest_graph())
+    assert tuple(names) == (*PASS_NAMES, "expand")
+
+
+def test_each_pass_can_be_switched_off_alone():
+    for name in PASS_NAMES:
+        names: list[str] = []
+        passes = PassPipeline(disabled=(name,), on_pass=lambda n, *_, names=names: names.append(n))
+        passes(smallest_graph())
+        assert names == [n for n in (*PASS_NAMES, "expand") if n != name]
+
+
+def test_counts_of_several_graphs_add_up():
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(rms_norm(x, weight, 1e-5), weight, 1e-5)
+
+    found = Harness().run(function, torch.randn(3, 8), torch.randn(8))
+    assert found.counters.num_expansions == 2
+    assert set(found.counters.pass_seconds) == {*PASS_NAMES, "expand"}
+
+
+# --- fingerprint ----------------------------------------------------------------------------------
+
+
+def test_fingerprint_is_stable():
+    assert new_pipeline().uuid() == new_pipeline().uuid()
+    assert re.fullmatch("[0-9a-f]{64}", new_pipeline().uuid())
+
+
+def test_fingerprint_follows_the_options():
+    options = [{}, {"kept_ops": frozenset({"add_rms_norm"})}, {"kept_ops": frozenset({"rope"})}]
+    options += [{"disabled": (name,)} for name in PASS_NAMES]
+    fingerprints = {new_pipeline(**each).uuid() for each in options}
+    assert len(fingerprints) == len(options)
+
+
+def test_fingerprint_follows_the_order(monkeypatch):
+    before = new_pipeline().uuid()
+    monkeypatch.setattr(pipeline, "FUSIONS", tuple(reversed(pipeline.FUSIONS)))
+    assert new_pipeline().uuid() != before
+
+
+@pytest.mark.parametrize(
+    "module",
+    [fuse_add_rms_norm, fuse_qk_norm_rope_kv, reference, pattern, pipeline],
+    ids=lambda module: module.__name__.rpartition(".")[2],
+)
+def test_fingerprint_follows_the_sources(monkeypatch, module: ModuleType):
+    before = new_pipeline().uuid()
+    getsource = inspect.getsource
+
+    def changed(thing: object) -> str:
+        return getsource(thing) + ("\n# changed" if thing is module else "")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(inspect, "getsource", changed)
+    assert new_pipeline().uuid() != before
