@@ -43,6 +43,8 @@ def _replace(graph: Graph, node: Node, x: object, transposed: object, bias: Node
     values = [n.meta["val"] for n in (x, weight, bias) if n is not None]
     if any(v.device.type != "cpu" or v.dtype != values[0].dtype for v in values):
         return False
+    if bias is not None and bias.meta["val"].shape != weight.meta["val"].shape[:1]:
+        return False  # a bias of one value is broadcast
     if values[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     with graph.inserting_before(node):

@@ -35,9 +35,7 @@ def num_positional(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_files_are_short():
-    counts = {
-        file.label: file.text.count("\n") for file in (*package_files(), *other_files())
-    }
+    counts = {file.label: file.text.count("\n") for file in (*package_files(), *other_files())}
     long = {name: count for name, count in counts.items() if count > MAX_FILE_LINES}
     assert not long, f"more than {MAX_FILE_LINES} lines: {long}"
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+import torch
 
 from compiled_engine.config import EngineConfig, ServerConfig
 from tests.helpers.source_tree import PACKAGE, ROOT, SourceFile, package_files
@@ -17,7 +20,7 @@ README = ROOT / "README.md"
 
 
 def test_the_map_lists_every_module():
-    listed = set(re.findall(r"^\| `([\w./]+)` \|", MAP.read_text(), re.MULTILINE))
+    listed = set(re.findall(r"^\| `([\w./]+\.py)` \|", MAP.read_text(), re.MULTILINE))
     modules = {file.label for file in package_files() if file.path.name != "__init__.py"}
     modules = {label.removeprefix(f"{PACKAGE}/") for label in modules}
     assert modules - listed == set(), "modules that the map does not list"
@@ -47,7 +50,11 @@ def undocumented(file: SourceFile) -> Iterator[str]:
             yield f"{file.label}:{node.lineno}: {node.name}"
         if isinstance(node, ast.ClassDef):
             for inner in node.body:
-                if is_public(inner) and not has_docstring(inner) and not is_known_method(node, inner):
+                if (
+                    is_public(inner)
+                    and not has_docstring(inner)
+                    and not is_known_method(node, inner)
+                ):
                     yield f"{file.label}:{inner.lineno}: {node.name}.{inner.name}"  # type: ignore[attr-defined]
 
 
@@ -99,3 +106,54 @@ def test_links_lead_somewhere(name):
     path = ROOT / name
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
         assert (path.parent / target).exists(), f"{name} links to {target}"
+
+
+def worked_example(heading: str) -> str:
+    """The first Python block under a heading of the README."""
+    found = re.search(
+        rf"^## {heading}$.*?```python\n(.*?)```", README.read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert found, f"no Python block under {heading!r}"
+    return found[1]
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_the_model_of_the_readme_equals_hugging_face(tmp_path: Path, monkeypatch):
+    """The worked example is followed to the letter, and held to the definition of right."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from compiled_engine.models import config as models_config
+    from compiled_engine.models.weights import build_model, load_weights
+
+    path = tmp_path / "qwen2.py"
+    path.write_text(worked_example("Add a model"))
+    spec = importlib.util.spec_from_file_location("readme_qwen2", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tiny = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+    )
+    theirs = Qwen2ForCausalLM(tiny).float().eval()
+    for name, parameter in theirs.named_parameters():
+        if name.endswith(".bias"):  # Hugging Face starts them at 0, which would hide them
+            torch.nn.init.normal_(parameter)
+    theirs.save_pretrained(tmp_path / "model")
+    supported = models_config.SUPPORTED_ARCHITECTURES | {"Qwen2ForCausalLM": "qwen2"}
+    monkeypatch.setattr(models_config, "SUPPORTED_ARCHITECTURES", supported)
+    config = models_config.load_model_config(tmp_path / "model")
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    mine = build_model(module.Qwen2ForCausalLM, config, **options)
+    load_weights(mine, tmp_path / "model", **options)
+    token_ids = torch.arange(20) * 7 % 64
+    with torch.no_grad():
+        expected = theirs(token_ids[None]).logits[0]
+        got = mine(token_ids, torch.arange(20))
+    assert (got - expected).abs().max() / expected.abs().max() < 1e-4

@@ -108,8 +108,8 @@ class _Session:
                 self.server_config,
                 on_started=lambda: self.console.print(f"listening on {self._url}, loading"),
             )
-            # While it loads, the engine reads no frames.
-            can_obey = client.limits is not None
+            # While it loads, the engine reads no frames; one that has failed ends by itself.
+            can_obey = client.limits is not None or client.is_dead
         finally:
             child.stop(can_obey=can_obey)
             remove_endpoint(endpoint)

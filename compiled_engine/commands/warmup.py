@@ -119,7 +119,7 @@ def _print_table(console: object, pieces: list[Piece]) -> None:
 
     assert isinstance(console, Console)
     table = Table(title="compiled pieces", title_justify="left")
-    table.add_column("piece")
+    table.add_column("piece", no_wrap=True)
     for name in ("seconds", "cache", "graphs compiled", "graphs from cache"):
         table.add_column(name, justify="right")
     for piece in pieces:

@@ -254,7 +254,7 @@ def _store_pieces(shape: SchedulerShape, state: SchedulerState, inbox: Inbox) ->
     place = torch.arange(per_store, device=row.device)
     page = index[:, None] * per_store + place  # [max_pieces, per_store]
     is_full = ((place + 1) * shape.page_size <= length[:, None]) & is_real[:, None]
-    terms = torch.where(is_full, page_term(tokens, page), 0)
+    terms = torch.where(is_full, page_term(tokens, page, state.place_steps), 0)
     # Pieces of one row in one step continue each other: add the totals of the earlier ones.
     same = (row[:, None] == row) & is_real[:, None] & is_real
     earlier = (same & (index[:, None] > index)).long()

@@ -11,10 +11,13 @@ Source: the finaliser of splitmix64 as `mix`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from compiled_engine.scheduler.state import SchedulerShape
+if TYPE_CHECKING:
+    from compiled_engine.scheduler.state import SchedulerShape
 
 
 def _signed(value: int) -> int:
@@ -43,15 +46,23 @@ def root_sum(salt: Tensor) -> Tensor:
     return mix(salt + GOLDEN)
 
 
-def page_term(tokens: Tensor, page: Tensor) -> Tensor:
+def place_steps(page_size: int, device: torch.device | str) -> Tensor:
+    """`(j + 1) * GOLDEN` for the places j of a page: [page_size] i64.
+
+    A tensor and not computed where it is used: compilers may do index arithmetic in 32 bits.
+    """
+    return torch.arange(1, page_size + 1, dtype=torch.int64, device=device) * GOLDEN
+
+
+def page_term(tokens: Tensor, page: Tensor, steps: Tensor) -> Tensor:
     """What a page adds to the chain.
 
     Args:
         tokens: [..., page_size] ids.
         page: [...] int64, index of the page in its row.
+        steps: from `place_steps`.
     """
-    place = torch.arange(1, tokens.shape[-1] + 1, dtype=torch.int64, device=tokens.device)
-    content = mix(tokens.long() + place * GOLDEN).sum(-1)
+    content = mix(tokens.long() + steps).sum(-1)
     return mix(content + (page + 1) * PAGE_STEP)
 
 

@@ -117,7 +117,8 @@ def publish(
     bad_so_far = torch.cumsum(is_bad.long(), 0)
     bad_before = (bad_so_far - is_bad.long())[places.start]
     holds = places.is_real & (bad_so_far == bad_before)
-    _insert(shape, group, places, view, key, parent_uid, (bucket, way), is_leader & holds)
+    is_inserted = is_leader & holds
+    _insert(shape, group, places, view, key, parent_uid, (bucket, way), is_inserted=is_inserted)
     canonical = torch.where(is_existing, found.page, places.own[leader])
     _swap(shape, group, places, canonical, holds & ~is_leader)
     broken = torch.where(is_bad, places.row, shape.max_rows)
@@ -171,6 +172,7 @@ def _insert(
     key: Tensor,
     parent_uid: Tensor,
     slot: tuple[Tensor, Tensor],
+    *,
     is_inserted: Tensor,
 ) -> None:
     bucket, way = slot

@@ -29,6 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_engine.scheduler.keys import place_steps
+
 FREE, WAITING, PREFILL, DECODE, BLOCKED, RETRACTED, FINISHED, ABORTING = range(8)
 
 
@@ -175,6 +177,7 @@ class SchedulerState(NamedTuple):
     chain: Tensor  # [num_token_pages + 1, token_page_size / page_size] i64, key sums by page
     free_token_pages: Tensor  # [num_token_pages + 1] i32, a stack
     num_free_token_pages: Tensor  # i32
+    place_steps: Tensor  # [page_size] i64, a constant of the key sums
     num_retractions: Tensor  # i64, total
     error: Tensor  # [kinds] i32
 
@@ -217,6 +220,7 @@ def new_state(shape: SchedulerShape, device: torch.device | str = "cpu") -> Sche
         ),
         free_token_pages=torch.arange(token_pages, -1, -1, dtype=torch.int32, device=device),
         num_free_token_pages=scalar(torch.int32, token_pages),
+        place_steps=place_steps(shape.page_size, device),
         num_retractions=scalar(torch.int64, 0),
         error=torch.zeros(NUM_ERROR_KINDS, dtype=torch.int32, device=device),
     )

@@ -103,7 +103,9 @@ def _extend_chains(shape: SchedulerShape, state: SchedulerState, is_given: Tenso
     page = (state.num_tokens.long() // shape.page_size - 1).clamp_min(0)
     before = single_pages(shape, state, rows, (page - 1).clamp_min(0)).chain
     before = torch.where(page == 0, root_sum(state.salt), before)
-    link = before + page_term(single_pages(shape, state, rows, page).tokens, page)
+    link = before + page_term(
+        single_pages(shape, state, rows, page).tokens, page, state.place_steps
+    )
     stored = state.token_table[rows, (page // per_store).clamp_max(shape.token_table_width - 1)]
     stored = torch.where(is_complete, stored, 0).long()
     state.chain.index_put_((stored, page % per_store), link)

@@ -23,7 +23,9 @@ DEVICES = [
     pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
 ]
 CASES = [
-    pytest.param(op, dtype, id=f"{op.name}-{name}") for op in ALL_OPS for name, dtype in DTYPES.items()
+    pytest.param(op, dtype, id=f"{op.name}-{name}")
+    for op in ALL_OPS
+    for name, dtype in DTYPES.items()
 ]
 
 
@@ -104,7 +106,7 @@ def test_fake_outputs_look_like_real_ones(op: OpSpec, dtype: torch.dtype):
 
 
 def strided(value: Any, how: str) -> Any:
-    """The same values as part of a wider tensor, or with the first two dims stored the other way."""
+    """The same values as part of a wider tensor, or with the first two dims stored swapped."""
     if not isinstance(value, Tensor) or value.dim() < 2 or not value.dtype.is_floating_point:
         return value
     if how == "sliced":

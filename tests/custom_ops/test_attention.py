@@ -19,7 +19,13 @@ EXTEND = [(5, 9), (3, 3), (17, 70), (2, 129)]
 MIXED = [(1, 40), (7, 7), (0, 0), (1, 1), (33, 95)]
 PREFILL = [(150, 150), (70, 200)]
 STEPS = {"decode": DECODE, "extend": EXTEND, "mixed": MIXED, "prefill": PREFILL}
-HEADS = {"mha-2": (2, 2), "gqa-6-2": (6, 2), "gqa-8-1": (8, 1), "gqa-16-2": (16, 2), "mqa-5": (5, 1)}
+HEADS = {
+    "mha-2": (2, 2),
+    "gqa-6-2": (6, 2),
+    "gqa-8-1": (8, 1),
+    "gqa-16-2": (16, 2),
+    "mqa-5": (5, 1),
+}
 
 
 @dataclass
@@ -204,7 +210,7 @@ def test_arguments_that_the_kernel_cannot_read_are_refused():
     }
     for index, value in wrong.items():
         changed = [*arguments[:index], value, *arguments[index + 1 :]]
-        with pytest.raises(AssertionError, match="contiguous|int32|KV cache"):
+        with pytest.raises(AssertionError, match=r"contiguous|int32|KV cache"):
             paged_attention_cpu(*changed)
 
 
@@ -221,9 +227,7 @@ def test_attention_without_a_context_is_plain_causal_attention():
 def test_attention_with_a_context_reads_the_cache():
     step = make_step(MIXED, (4, 2), 32)
     slots = torch.full((step.q.shape[0],), -1)
-    ctx = PagedContext(
-        slots, step.block_table, step.seq_rows, step.seq_lens, step.query_start_loc
-    )
+    ctx = PagedContext(slots, step.block_table, step.seq_rows, step.seq_lens, step.query_start_loc)
     unread = torch.full((step.q.shape[0], 2, 32), float("nan"))
     cache = LayerCache(step.k_cache, step.v_cache)
     got = attention(step.q, unread, unread, cache, ctx, step.scale)

@@ -1,4 +1,4 @@
-"""The sampler: greedy, kept sets, frequencies, penalties, and rows that never see their neighbours."""
+"""The sampler: greedy, kept sets, frequencies, penalties, and rows that ignore their neighbours."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ class Rows:
         made[:, self.vocab_size :] = 1e4
         return made
 
-    def sample(
-        self, logits: Tensor, variant: Variant, rows: list[int] | None = None
-    ) -> Sampled:
+    def sample(self, logits: Tensor, variant: Variant, rows: list[int] | None = None) -> Sampled:
         places = list(range(self.shape.max_rows)) if rows is None else rows
         seq_rows = torch.tensor(places, dtype=torch.int32)
         return sample(
@@ -224,7 +222,7 @@ def test_extreme_seeds(seed):
 
 
 def test_noise_is_finite_for_every_value_of_the_hash():
-    """The largest hash once became a uniform of exactly 1 and infinite noise, in 1 of 2^24 draws."""
+    """The largest hash must not become a uniform of exactly 1, whose noise is infinite."""
     noise = gumbel_noise(torch.arange(400), torch.zeros(400), 100_000)
     assert noise.isfinite().all()
     assert noise.max() < 20
@@ -238,9 +236,7 @@ CHI_SQUARE_LIMIT = {1: 23.9, 2: 27.6, 3: 30.7, 4: 33.4, 5: 35.9, 6: 38.3, 7: 40.
 
 def chi_square(counts: Counter[int], probabilities: dict[int, float], total: int) -> float:
     assert set(counts) <= set(probabilities), f"tokens that were cut away: {counts}"
-    return sum(
-        (counts[token] - total * p) ** 2 / (total * p) for token, p in probabilities.items()
-    )
+    return sum((counts[token] - total * p) ** 2 / (total * p) for token, p in probabilities.items())
 
 
 def softmax(logits: list[float], temperature: float, kept: list[int]) -> dict[int, float]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_engine.scheduler.keys import mix, page_key, page_term, root_sum
+from compiled_engine.scheduler.keys import mix, page_key, page_term, place_steps, root_sum
 from compiled_engine.scheduler.state import RING_START
 from tests.helpers import scheduler_keys
 from tests.helpers import scheduler_mutants as mutants
@@ -433,7 +433,9 @@ def test_trap_18_hash_wraps_like_unsigned_arithmetic():
     shape = small_shape()
     for row, salt in zip(tokens.tolist(), salts.tolist(), strict=True):
         expected = scheduler_keys.chain_links(salt, row, 4)[0]
-        link = root_sum(torch.tensor(salt)) + page_term(torch.tensor(row), torch.tensor(0))
+        link = root_sum(torch.tensor(salt)) + page_term(
+            torch.tensor(row), torch.tensor(0), place_steps(len(row), "cpu")
+        )
         assert int(link) == scheduler_keys.to_signed(expected)
         key = scheduler_keys.to_signed(scheduler_keys.page_key(expected, 64))
         assert int(page_key(shape, link)) == key

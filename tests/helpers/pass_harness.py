@@ -1,8 +1,9 @@
 """Runs the pass pipeline on the graphs Inductor would hand it, without generating code.
 
 A function is captured by Dynamo and AOTAutograd with Inductor's decompositions, views become
-reshapes as Inductor makes them, the pipeline runs, and the rewritten graph is executed node by node.
-So a test sees the graph before and after, the counts, and the numbers, in a fraction of a second.
+reshapes as Inductor makes them, the pipeline runs, and the rewritten graph is executed node by
+node. So a test sees the graph before and after, the counts, and the numbers, in a fraction of a
+second.
 """
 
 from __future__ import annotations

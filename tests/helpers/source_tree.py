@@ -65,7 +65,9 @@ def package_files() -> list[SourceFile]:
 
 def other_files() -> list[SourceFile]:
     """Python files of the repository outside the package: tests and perf."""
-    return [SourceFile(path, "") for base in ("tests", "perf") for path in _python_files(ROOT / base)]
+    return [
+        SourceFile(path, "") for base in ("tests", "perf") for path in _python_files(ROOT / base)
+    ]
 
 
 def pyproject() -> dict[str, object]:

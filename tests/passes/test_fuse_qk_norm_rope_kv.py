@@ -1,4 +1,4 @@
-"""Rotary embedding + KV write: matches, roles of the arguments, caches written in place, near misses."""
+"""Rotary embedding + KV write: matches, roles of the arguments, cache contents, near misses."""
 
 from __future__ import annotations
 
