@@ -2,9 +2,9 @@
 
 Run as `python perf/worker.py KIND MODEL`; KIND is ours, transformers or vllm. It may run under
 another project's Python, so nothing of this repository is imported but by `ours`. Each line on
-standard input is a task `{"batch_size": B, "input_len": I, "output_len": O}`; each answer line holds
-seconds to the last token, and where the engine shows it to the first. An idle worker waits in a read
-and takes no processor time, so that two of them can take turns.
+standard input is a task `{"batch_size": B, "input_len": I, "output_len": O}`; each answer line
+holds seconds to the last token, and where the engine shows it to the first. An idle worker waits in
+a read and takes no processor time, so that two of them can take turns.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from compiled_engine.commands.flags import (
     config_from_args,
 )
 from compiled_engine.config import EngineConfig
-from compiled_engine.errors import ConfigError
+from compiled_engine.errors import ConfigError, InvalidRequestError
 from compiled_engine.request import Request, SamplingParams, validate_request
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
     """Generates one answer."""
     config = config_from_args(EngineConfig, args)
     given = _given_sampling(args)
-    SamplingParams(**given)
+    try:
+        SamplingParams(**given)
+    except InvalidRequestError as error:
+        raise ConfigError(error.message, param=error.param) from error
     if args.raw and args.system is not None:
         raise ConfigError("--system has no place in a --raw prompt", param="system")
     prompt = args.prompt if args.prompt is not None else sys.stdin.read()

@@ -161,8 +161,8 @@ def test_bad_input_ends_with_code_2_and_one_line(argv, said, capsys):
 
 def test_sampling_value_out_of_range_names_the_flag(capsys):
     code, err = _exit_code(capsys, "generate", "--top-p", "2", "-p", "hi")
-    assert code == 1
-    assert err == "compiled-engine generate: top_p is 2.0; allowed is (0, 1]\n"
+    assert code == 2
+    assert err == "compiled-engine generate: error: top_p is 2.0; allowed is (0, 1]\n"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from compiled_engine.models import ARCHITECTURES, CausalLM
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.weights import build_model, load_weights
 from compiled_engine.tokenizer import Tokenizer
+from tests.helpers.questions import QUESTIONS, chat_prompt
 
 CPU = torch.device("cpu")
 # Largest difference over largest logit, float32: reductions in another order, nothing else.
@@ -162,11 +163,6 @@ def test_smollm2_answers_sensibly(smollm2: CausalLM, smollm2_tokenizer: Tokenize
     assert answer[-1] == 2
 
 
-def chat_prompt(tokenizer: Tokenizer, question: str) -> list[int]:
-    text = tokenizer.apply_chat_template([{"role": "user", "content": question}])
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
 def greedy(model: CausalLM, prompt: list[int], num_tokens: int, ends: tuple[int, ...]) -> list[int]:
     """Greedy answer by whole forward passes, its end token included."""
     ids = list(prompt)
@@ -174,30 +170,6 @@ def greedy(model: CausalLM, prompt: list[int], num_tokens: int, ends: tuple[int,
         logits = model(torch.tensor(ids), torch.arange(len(ids)))
         ids.append(int(logits[-1].argmax()))
     return ids[len(prompt) :]
-
-
-QUESTIONS = [
-    "What is the capital of France?",
-    "Name three primary colours.",
-    "Write a haiku about the sea.",
-    "Explain gravity to a child in two sentences.",
-    "What is 12 plus 30?",
-    "Translate 'good morning' into Spanish.",
-    "List the planets of the solar system.",
-    "Who wrote Hamlet?",
-    "Give me a recipe for pancakes.",
-    "What does HTTP stand for?",
-    "Write a Python function that reverses a string.",
-    "Why is the sky blue?",
-    "Summarise the plot of Cinderella.",
-    "What is the boiling point of water in Celsius?",
-    "Suggest a name for a cat.",
-    "How many days are in a leap year?",
-    "Tell me a joke.",
-    "What is photosynthesis?",
-    "Continue the story: Once upon a time,",
-    "L'Étoile, la Cité et 東京 — what are they?",
-]
 
 
 @pytest.mark.slow
