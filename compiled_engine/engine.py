@@ -45,6 +45,7 @@ class Settings:
         max_model_len, max_num_seqs, chunked_prefill_size: as in `EngineConfig`, never None.
         num_pages: KV pages, the null page included.
         vocab_size: real token ids.
+        is_overlapped: which loop runs; see `loop`.
         buckets: token counts of a step.
         admission_tokens: see `StepLoop`.
     """
@@ -57,6 +58,7 @@ class Settings:
     chunked_prefill_size: int
     num_pages: int
     vocab_size: int
+    is_overlapped: bool
     buckets: tuple[int, ...]
     admission_tokens: int
 
@@ -113,7 +115,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         buckets=settings.buckets,
         admission_tokens=settings.admission_tokens,
         seed=config.seed,
-        is_overlapped=not config.disable_overlap_schedule,
+        is_overlapped=settings.is_overlapped,
     )
     return Engine(settings, driver, loop)
 
@@ -233,6 +235,9 @@ def _resolve(
         chunked_prefill_size=chunk,
         num_pages=num_pages,
         vocab_size=_real_vocab_size(config, model_config, folder),
+        is_overlapped=not is_cpu
+        if config.overlap_schedule == "auto"
+        else config.overlap_schedule == "on",
         buckets=token_buckets(chunk),
         admission_tokens=128 if is_cpu else chunk,
     )

@@ -112,6 +112,7 @@ class StepLoop:
         self._unstarted: dict[int, int] = {}  # row -> prompt tokens, until its first token
         self._arrival = 0
         self._newest: HostRecord | None = None
+        self._unread: deque[int] = deque()  # places for prompts, by step launched and not read
 
     # --- requests -------------------------------------------------------------------------
 
@@ -175,7 +176,9 @@ class StepLoop:
         entries = [(s.row, s.request.params, s.seed, s.stop_ids) for s in submitted]
         param_inbox = build_param_inbox(self.executor.shape, entries)
         variant = max((s.variant for s in self._seats.values()), default=Variant.GREEDY)
-        self.executor.launch(inbox, param_inbox, self._choose_num_tokens(), variant)
+        num_tokens = self._choose_num_tokens()
+        self.executor.launch(inbox, param_inbox, num_tokens, variant)
+        self._unread.append(max(0, num_tokens - len(self._seats)))
         self.stats.num_steps += 1
 
     def _seat_requests(self) -> None:
@@ -238,6 +241,8 @@ class StepLoop:
         if num_waiting:
             lengths = list(self._unstarted.values())
             wanted += max(lengths[0], min(sum(lengths), self.admission_tokens))
+        # Steps launched and not read yet have served part of that already.
+        wanted = max(len(self._seats), wanted - sum(self._unread))
         for bucket in self.buckets:
             if bucket >= wanted:
                 return bucket
@@ -247,6 +252,7 @@ class StepLoop:
 
     def _read(self) -> list[TokenEvent]:
         record = self.executor.outbox.read()
+        self._unread.popleft()
         self._newest = record
         counts, stats = record.counts, self.stats
         stats.num_retractions = int(counts[COUNT_RETRACTIONS])

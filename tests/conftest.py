@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,15 +87,16 @@ def num_cache_misses() -> int:
     return int(utils.counters["inductor"]["fxgraph_cache_miss"]) if utils else 0
 
 
-@pytest.fixture(autouse=True)
-def counted_compiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Adds a test's compilations to the run's, and puts the compile cache back where it was."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Adds a test's compilations, its fixtures' included, to the run's; puts the cache back."""
     before, folder = num_cache_misses(), os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    yield
+    result = yield
     after = num_cache_misses()
     # A test may have cleared torch's counters.
-    request.config.stash[COUNT].num_misses += after - before if after >= before else after
+    item.config.stash[COUNT].num_misses += after - before if after >= before else after
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    return result
 
 
 @pytest.fixture(scope="session")

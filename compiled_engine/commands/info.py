@@ -103,6 +103,6 @@ def choices(config: EngineConfig) -> dict[str, Any]:
         "buckets": f"{len(buckets)}: {buckets[0]} to {buckets[-1]} tokens",
         "attention": f"{PAGED_ATTENTION.overload}: {kernel}",
         "compiled": not config.enforce_eager,
-        "overlap": not config.disable_overlap_schedule,
+        "overlap": settings.is_overlapped,
         "cache_dir": str(config.cache_dir),
     }

@@ -82,5 +82,5 @@ def test_answers_do_not_depend_on_compiling_or_overlap(
     expected = run_requests(engine, prompts, ANSWER).tokens
     compiled = smollm2_engine(enforce_eager=False)
     assert run_requests(compiled, prompts, ANSWER, stagger=2).tokens == expected
-    normal = smollm2_engine(disable_overlap_schedule=True)
-    assert run_requests(normal, prompts, ANSWER, stagger=3).tokens == expected
+    overlapped = smollm2_engine(overlap_schedule="on")
+    assert run_requests(overlapped, prompts, ANSWER, stagger=3).tokens == expected

@@ -39,7 +39,7 @@ ENGINE_VALUES = {
     "gpu_memory_utilization": ("0.5", 0.5),
     "enable_prefix_caching": (None, False),
     "enforce_eager": (None, True),
-    "disable_overlap_schedule": (None, True),
+    "overlap_schedule": ("off", "off"),
     "disable_passes": ("fuse_add_rms_norm", ("fuse_add_rms_norm",)),
     "seed": ("5", 5),
     "trust_remote_code": (None, True),

@@ -68,13 +68,14 @@ def test_engine_alone_equals_batched(engine):
     assert together == alone
 
 
-def test_engine_overlap_equals_normal_loop(folders, device, engine):
+def test_engine_overlap_equals_normal_loop(folders, device):
     prompts = prompts_of(3, 3, 40, 7, 90, 1)
-    normal = tiny_engine(folders["llama"], device=device, disable_overlap_schedule=True)
+    normal = tiny_engine(folders["llama"], device=device, overlap_schedule="off")
     assert not normal.loop.is_overlapped
-    assert engine.loop.is_overlapped
+    overlapped = tiny_engine(folders["llama"], device=device, overlap_schedule="on")
+    assert overlapped.loop.is_overlapped
     expected = run_requests(normal, prompts, stagger=2)
-    got = run_requests(engine, prompts, stagger=2)
+    got = run_requests(overlapped, prompts, stagger=2)
     assert got.tokens == expected.tokens
     assert got.reasons == expected.reasons
 
