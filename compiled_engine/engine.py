@@ -47,7 +47,6 @@ class Settings:
         vocab_size: real token ids.
         is_overlapped: which loop runs; see `loop`.
         buckets: token counts of a step.
-        admission_tokens: see `StepLoop`.
     """
 
     folder: Path
@@ -60,7 +59,6 @@ class Settings:
     vocab_size: int
     is_overlapped: bool
     buckets: tuple[int, ...]
-    admission_tokens: int
 
 
 class Engine:
@@ -101,7 +99,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     settings = _resolve(config, model_config, folder, device, model)
     shape = scheduler_shape(config, settings)
     caches = allocate(_geometry(config, model_config, settings.dtype), shape.num_pages, device)
-    executor = StepExecutor(model, caches, shape, settings.vocab_size, driver)
+    executor = StepExecutor(model, caches, shape, settings.vocab_size, settings.buckets, driver)
     _warm_up(executor, progress)
     limits = ModelLimits(
         max_model_len=settings.max_model_len,
@@ -112,8 +110,6 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         executor,
         limits,
         eos_token_ids=model_config.eos_token_ids,
-        buckets=settings.buckets,
-        admission_tokens=settings.admission_tokens,
         seed=config.seed,
         is_overlapped=settings.is_overlapped,
     )
@@ -239,7 +235,6 @@ def _resolve(
         if config.overlap_schedule == "auto"
         else config.overlap_schedule == "on",
         buckets=token_buckets(chunk),
-        admission_tokens=128 if is_cpu else chunk,
     )
 
 

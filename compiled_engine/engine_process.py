@@ -1,8 +1,8 @@
 """The engine process: builds an engine, runs its loop, speaks frames with the API process.
 
-Run as `python -m compiled_engine.engine_process ENDPOINT CONFIG_JSON`. The API process binds the
-endpoint. Exit codes: 0 asked to stop, 2 the configuration cannot work (the last frame says why),
-4 the engine failed (likewise), 5 the API process is gone.
+Run as `python -m compiled_engine.engine_process ENDPOINT CONFIG_JSON PARENT_PID`. The API process
+binds the endpoint. Exit codes: 0 asked to stop, 2 the configuration cannot work (the last frame
+says why), 4 the engine failed (likewise), 5 the API process is gone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Channel:
     frame sent postpones the next heartbeat, so a running engine sends none.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, parent_pid: int) -> None:
         self.status = EngineStatus()
         self.busy_since: float | None = None
         self._context = zmq.Context()
@@ -51,7 +51,7 @@ class Channel:
         self._last_sent = 0.0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ClientFrame)
-        self._parent = os.getppid()
+        self._parent = parent_pid
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -166,9 +166,9 @@ class EngineServer:
         status.num_recompiles = self.engine.driver.refresh().num_recompiles
 
 
-def serve(endpoint: str, config: EngineConfig) -> int:
+def serve(endpoint: str, config: EngineConfig, parent_pid: int) -> int:
     """Builds and runs the engine; returns the process's exit code."""
-    channel = Channel(endpoint)
+    channel = Channel(endpoint, parent_pid)
 
     def report(phase: str, label: str, done: int, total: int) -> None:
         channel.status.phase = "loading" if phase == "loading" else "compiling"
@@ -217,8 +217,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     level = os.environ.get("COMPILED_ENGINE_LOG_LEVEL", "INFO").upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    endpoint, config = sys.argv[1:3]
-    return serve(endpoint, config_from_json(config))
+    endpoint, config, parent_pid = sys.argv[1:4]
+    return serve(endpoint, config_from_json(config), int(parent_pid))
 
 
 if __name__ == "__main__":

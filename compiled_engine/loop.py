@@ -76,10 +76,6 @@ class StepLoop:
         executor: launches steps.
         limits: of the loaded model; rows end at `max_model_len`.
         eos_token_ids: end a row unless it ignores them.
-        buckets: token counts a step may be launched with, ascending; the last is the largest
-            budget.
-        admission_tokens: prompt tokens of waiting rows that one step makes room for, beyond the
-            first waiting prompt; padding is cheap on a GPU and dear on a CPU.
         seed: seeds of requests without one come from here.
         is_overlapped: use `overlap_loop`.
     """
@@ -90,16 +86,12 @@ class StepLoop:
         limits: ModelLimits,
         *,
         eos_token_ids: tuple[int, ...],
-        buckets: tuple[int, ...],
-        admission_tokens: int,
         seed: int,
         is_overlapped: bool,
     ) -> None:
         self.executor = executor
         self.limits = limits
         self.eos_token_ids = eos_token_ids
-        self.buckets = buckets
-        self.admission_tokens = admission_tokens
         self.is_overlapped = is_overlapped
         self.stats = LoopStats(num_pages_free=executor.shape.num_pages - 1)
         self.inbox = InboxBuilder(executor.shape)
@@ -224,12 +216,14 @@ class StepLoop:
         )
 
     def _choose_num_tokens(self) -> int:
-        """The smallest bucket for what the device could use, from numbers one step old.
+        """The step's budget: a bucket for what the device could use, from numbers one step old.
 
         Whatever is chosen, the device's plan is right. Too small delays, too large pads: resident
         rows get a place each, unserved prompts what they still want, and waiting prompts come in
         until `admission_tokens` are reached.
         """
+        if self.executor.reads_plans:
+            return self.executor.buckets[-1]
         wanted = len(self._seats)
         if self._newest is not None:
             counts = self._newest.counts
@@ -239,14 +233,10 @@ class StepLoop:
             resident = 0
         num_waiting = len(self._unstarted) if resident < len(self._seats) else 0
         if num_waiting:
-            lengths = list(self._unstarted.values())
-            wanted += max(lengths[0], min(sum(lengths), self.admission_tokens))
+            wanted += sum(self._unstarted.values())
         # Steps launched and not read yet have served part of that already.
         wanted = max(len(self._seats), wanted - sum(self._unread))
-        for bucket in self.buckets:
-            if bucket >= wanted:
-                return bucket
-        return self.buckets[-1]
+        return self.executor.bucket_of(wanted)
 
     # --- read -----------------------------------------------------------------------------
 

@@ -164,7 +164,8 @@ def _draw(state: SchedulerState, params: RowParams, scores: Tensor, rows: Tensor
     """Gumbel maximum over the logits that top-k, top-p and min-p keep: [S] i64."""
     floats = params.floats[rows]
     temperature = floats[:, TEMPERATURE]
-    temperature = torch.where(temperature == 0.0, 1.0, temperature)
+    # Below a millionth the division could overflow; the best token has won long before.
+    temperature = torch.where(temperature == 0.0, 1.0, temperature.clamp_min(1e-6))
     scaled = scores / temperature[:, None]
     # Lowest to highest finite: a bias of minus infinity must not become a NaN in exp.
     scaled = scaled.clamp_min(-1e30)
@@ -178,8 +179,9 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [S, vocab] fp32, a function of (seed, position, token id) only."""
     row_key = mix(mix(seed) + position.long())
     token = torch.arange(vocab_size, dtype=torch.int64, device=seed.device)
-    bits = mix(row_key[:, None] + token) & 0xFFFFFF  # 24 random bits
-    uniform = (bits.float() + 0.5) * (1.0 / (1 << 24))  # inside (0, 1)
+    # 23 random bits: with half added they are exact in fp32, so 0 < uniform < 1.
+    bits = mix(row_key[:, None] + token) & 0x7FFFFF
+    uniform = (bits.float() + 0.5) * (1.0 / (1 << 23))
     return -torch.log(-torch.log(uniform))
 
 

@@ -121,6 +121,7 @@ class StepExecutor:
         caches: KV pages by layer.
         shape: static sizes of the scheduler; its `num_pages` is the caches'.
         vocab_size: real token ids.
+        buckets: token counts a step may have, ascending; the last is `shape.max_tokens`.
         driver: compiles the pieces.
     """
 
@@ -130,11 +131,13 @@ class StepExecutor:
         caches: tuple[LayerCache, ...],
         shape: SchedulerShape,
         vocab_size: int,
+        buckets: tuple[int, ...],
         driver: CompileDriver,
     ) -> None:
         self.model = model
         self.caches = caches
         self.shape = shape
+        self.buckets = buckets
         self.driver = driver
         self.device = caches[0].k_cache.device
         self.pieces = StepPieces(model, shape, vocab_size, driver)
@@ -144,19 +147,43 @@ class StepExecutor:
         self._layers = list(model.layers)
         self._places = torch.arange(shape.max_tokens, device=self.device)
         self._budgets: dict[int, Tensor] = {}
+        rows = shape.max_rows + 1
+        self._nothing_sampled = Sampled(
+            torch.zeros(rows, 1, dtype=torch.int32, device=self.device),
+            torch.zeros(rows, 1, dtype=torch.bool, device=self.device),
+        )
+
+    @property
+    def reads_plans(self) -> bool:
+        """On a CPU the plan is there once `begin` returns: reading it costs nothing."""
+        return self.device.type == "cpu"
 
     @torch.no_grad()
-    def launch(
-        self, inbox: Inbox, param_inbox: ParamInbox, num_tokens: int, variant: Variant
-    ) -> None:
-        """Runs one step of `num_tokens` places and writes its record; waits for nothing."""
+    def launch(self, inbox: Inbox, param_inbox: ParamInbox, budget: int, variant: Variant) -> None:
+        """Runs one step of at most `budget` tokens and writes its record.
+
+        On a GPU it waits for nothing and has `budget` places; on a CPU it has as many as the plan
+        needs, and a step without tokens does not run the model.
+        """
         inbox, param_inbox = self._to_device(inbox), self._to_device(param_inbox)
         step_plan = self.pieces.begin(
-            self.state, self.params, inbox, param_inbox, self._budget(num_tokens)
+            self.state, self.params, inbox, param_inbox, self._budget(budget)
         )
-        logits, seq_rows = self._run_model(step_plan, num_tokens, is_warm_up=False)
-        sampled = self.pieces.sample[variant](self.state, self.params, logits, seq_rows)
+        num_tokens = budget
+        if self.reads_plans:
+            num_tokens = self.bucket_of(int(step_plan.num_tokens))
+        if num_tokens:
+            logits, seq_rows = self._run_model(step_plan, num_tokens, is_warm_up=False)
+            sampled = self.pieces.sample[variant](self.state, self.params, logits, seq_rows)
+        else:
+            sampled = self._nothing_sampled
         self.outbox.write(*self.pieces.end(self.state, step_plan, sampled))
+
+    def bucket_of(self, num_tokens: int) -> int:
+        """The smallest bucket that holds `num_tokens`, the largest if none does; 0 for none."""
+        if num_tokens == 0:
+            return 0
+        return next((b for b in self.buckets if b >= num_tokens), self.buckets[-1])
 
     @torch.no_grad()
     def warm_up(

@@ -224,6 +224,8 @@ async def call_scope(state: ServerState) -> AsyncIterator[Permit]:
         OverloadedError: too many unfinished requests.
     """
     try:
+        if state.engine.dead_reason is not None:
+            raise EngineUnavailableError(state.engine.dead_reason)
         with state.drain.counted():
             state.require_limits()
             with state.admission.enter() as permit:

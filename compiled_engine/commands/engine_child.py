@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,7 @@ class EngineChild:
                 "compiled_engine.engine_process",
                 endpoint,
                 config_to_json(config),
+                str(os.getpid()),
             ],
             stdin=subprocess.DEVNULL,
             process_group=0,

@@ -130,7 +130,7 @@ def test_killed_engine_ends_streams_with_an_error_and_the_server_with_code_3(mod
             server.wait_for("/health", 503, timeout_s=2)
             thread.join(5)
             assert not thread.is_alive()
-            with pytest.raises(openai.InternalServerError, match=r"engine|shutting down"):
+            with pytest.raises(openai.InternalServerError, match="engine"):
                 client.completions.create(model=str(model), prompt="b")
         assert "engine process has ended (exit code -9)" in str(failures[0])
         assert server.process.wait(15) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -256,5 +257,5 @@ def test_token_buckets_pad_at_most_an_eighth():
     buckets = token_buckets(512)
     assert buckets[:8] == (1, 2, 3, 4, 5, 6, 7, 8)
     assert buckets[-1] == 512
-    for smaller, larger in zip(buckets, buckets[1:], strict=False):
+    for smaller, larger in itertools.pairwise(buckets):
         assert smaller < larger <= max(smaller + 1, smaller * 1.125)

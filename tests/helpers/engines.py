@@ -55,7 +55,7 @@ def run_requests(
     salts: list[str] | None = None,
     max_steps: int = 5000,
 ) -> Run:
-    """Runs prompts to their end; `stagger` steps pass between two submits. Checks idle at the end."""
+    """Runs prompts to their end, `stagger` steps between two submits; checks idle at the end."""
     listed = params if isinstance(params, list) else [params] * len(prompts)
     result = Run(len(prompts))
     waiting = []
@@ -105,7 +105,7 @@ def assert_idle(engine: Engine) -> None:
 
 
 def reference_greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
-    """Greedy tokens by the model itself, one full sequence at a time, without cache or scheduler."""
+    """Greedy tokens by the model itself, one full sequence at a time, without a cache."""
     model, device = engine.loop.executor.model, engine.settings.device
     tokens = list(prompt)
     with torch.no_grad():

@@ -132,37 +132,41 @@ def test_everything_is_expanded_and_the_numbers_stay(tmp_path, family, disabled)
     torch.testing.assert_close(arguments[4], cache)
 
 
-@pytest.mark.parametrize("family", FUSED)
-def test_compiled_layer_writes_the_cache_in_place(tmp_path, monkeypatch, family):
-    """One real compile: the generated code allocates and copies nothing as large as the cache."""
+def call_layers(*calls: tuple[object, ...]) -> list[tuple[Tensor, Tensor]]:
+    """A layer of each family, one after the other."""
+    return [call_layer(*arguments) for arguments in calls]
+
+
+def test_compiled_layers_write_the_caches_in_place(tmp_path, monkeypatch):
+    """One real compile of both families: nothing as large as a cache is allocated or copied."""
     from torch._inductor.utils import run_and_get_code
 
-    step = LayerStep(tmp_path / "model", family)
+    steps = [LayerStep(tmp_path / family, family) for family in FUSED]
     # Code that comes from a cache would leave nothing to look at.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch._dynamo.reset()
     counters = CompileCounters()
     passes = PassPipeline(on_pass=counters.count_pass)
     options = {"post_grad_custom_pre_pass": passes}
-    compiled = torch.compile(call_layer, fullgraph=True, dynamic=False, options=options)
-    arguments = step.arguments()
+    compiled = torch.compile(call_layers, fullgraph=True, dynamic=False, options=options)
+    calls = [step.arguments() for step in steps]
     with torch.no_grad():
-        got, (code,) = run_and_get_code(compiled, *arguments)
-    outputs, cache = run_eagerly(step)
-    torch.testing.assert_close(got, outputs)
-    torch.testing.assert_close(arguments[4], cache)
-    assert counters.num_matches["fuse_add_rms_norm"] == 2
-    assert counters.num_matches["fuse_qk_norm_rope_kv"] == 1
+        got, (code,) = run_and_get_code(compiled, *calls)
+    for step, arguments, outputs in zip(steps, calls, got, strict=True):
+        expected, cache = run_eagerly(step)
+        torch.testing.assert_close(outputs, expected)
+        torch.testing.assert_close(arguments[4], cache)
+    assert counters.num_matches["fuse_add_rms_norm"] == 2 * len(FUSED)
+    assert counters.num_matches["fuse_qk_norm_rope_kv"] == len(FUSED)
     assert "ce.paged_attention" in code
     for op in ALL_OPS:
-        assert not op.is_expandable or f"ce.{op.name}." not in code, (
-            f"{op.name} was left in the code"
-        )
+        assert not op.is_expandable or f"ce.{op.name}." not in code, f"{op.name} is in the code"
     allocations = re.findall(r"= empty_strided\w*\(\(([\d, ]+)\)", code)
     assert allocations
     assert not [sizes for sizes in allocations if str(NUM_PAGES) in sizes.split(", ")]
-    num_cache_values = step.cache.k_cache.numel()
+    num_cache_values = steps[0].cache.k_cache.numel()
     loops = [int(bound) for bound in re.findall(r"static_cast<int64_t>\((\d+)L\)", code)]
+    assert loops
     assert num_cache_values not in loops, "a loop over the whole cache"
     assert "clone" not in code
 
