@@ -219,8 +219,7 @@ class StepLoop:
         """The step's budget: a bucket for what the device could use, from numbers one step old.
 
         Whatever is chosen, the device's plan is right. Too small delays, too large pads: resident
-        rows get a place each, unserved prompts what they still want, and waiting prompts come in
-        until `admission_tokens` are reached.
+        rows get a place each, unserved prompts what they still want, waiting prompts their length.
         """
         if self.executor.reads_plans:
             return self.executor.buckets[-1]
