@@ -1,12 +1,13 @@
 // out[m, n] = x[m, :] . w[n, :] + bias[n] for few rows m, on the CPU; w is [N, K] as checkpoints
 // store it.
 //
-// Few rows are bound by reading w once, so a thread owns a run of output columns and streams their
-// weight rows, four at a time, against all rows of x. Products are summed in fp32 along K in vector
-// lanes; the order depends on K alone, so a row's result does not depend on how many rows there are.
-// bf16 uses the pairwise dot instruction where the CPU has it.
+// Few rows are bound by reading w once, so a thread owns groups of 16 output columns, whose weight
+// rows stay in its nearest cache while all rows of x meet them. A block of 16 products (1 x 16, 2 x 8
+// or 4 x 4) is summed in fp32 along K in vector lanes; one tree then reduces the 16 accumulators
+// together. The order of sums depends on K alone, so a row's result does not depend on how many rows
+// there are. bf16 uses the pairwise dot instruction where the CPU has it.
 #include <algorithm>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -21,12 +22,15 @@ struct Bf16Dot {
   static constexpr int kStep = 32;
   static Acc zero() { return _mm512_setzero_ps(); }
   using Part = __m512bh;
+  static Part part(const Bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
   static Part part(const Bf16* p, int count) {
-    const __mmask32 mask = count >= kStep ? ~0u : (1u << count) - 1u;
-    return (__m512bh)_mm512_maskz_loadu_epi16(mask, p);
+    return (__m512bh)_mm512_maskz_loadu_epi16((1u << count) - 1u, p);
   }
   static Acc add(Acc acc, Part a, Part b) { return _mm512_dpbf16_ps(acc, a, b); }
-  static float sum(Acc acc) { return sum16((f32x16)acc); }
+  static void round_all(const float* sums, Bf16* out) {
+    const __m256bh narrow = _mm512_cvtneps_pbh(_mm512_loadu_ps(sums));
+    std::memcpy(out, &narrow, 32);
+  }
 };
 #endif
 
@@ -37,48 +41,101 @@ struct PlainDot {
   using Part = f32x16;
   static constexpr int kStep = kLanes;
   static Acc zero() { return f32x16{}; }
+  static Part part(const T* p) { return load16(p); }
   static Part part(const T* p, int count) {
-    if (count >= kLanes) return load16(p);
     f32x16 x = {};
     for (int i = 0; i < count; ++i) x[i] = load(p[i]);
     return x;
   }
   static Acc add(Acc acc, Part a, Part b) { return acc + a * b; }
-  static float sum(Acc acc) { return sum16(acc); }
+  static void round_all(const float* sums, T* out) {
+    for (int i = 0; i < kLanes; ++i) store(out + i, sums[i]);
+  }
 };
 
-// kCols output columns of kRows rows.
-template <typename Dot, int kRows, int kCols>
+constexpr int kBlock = 16;  // accumulators of a block, and columns of a group
+
+// The 16 lane sums of 16 accumulators.
+#if defined(__AVX512F__)
+inline __m512 pair(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+inline __m512 quad(__m512 a, __m512 b) {
+  const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+inline __m512 lanes(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+template <typename Acc>
+inline void sum_all(const Acc* acc, float* sums) {
+  __m512 four[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512 low = pair((__m512)acc[4 * i], (__m512)acc[4 * i + 1]);
+    const __m512 high = pair((__m512)acc[4 * i + 2], (__m512)acc[4 * i + 3]);
+    four[i] = quad(low, high);
+  }
+  _mm512_storeu_ps(sums, lanes(lanes(four[0], four[1]), lanes(four[2], four[3])));
+}
+#else
+template <typename Acc>
+inline void sum_all(const Acc* acc, float* sums) {
+  for (int i = 0; i < kBlock; ++i) sums[i] = sum16((f32x16)acc[i]);
+}
+#endif
+
+// kRows rows against kBlock / kRows columns, of which `num_cols` exist.
+template <typename Dot, int kRows>
 void block(const typename Dot::Value* x, const typename Dot::Value* w,
-           const typename Dot::Value* bias, typename Dot::Value* out, int64_t n, int64_t k) {
-  typename Dot::Acc acc[kRows][kCols];
-  for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kCols; ++c) acc[r][c] = Dot::zero();
-  for (int64_t i = 0; i < k; i += Dot::kStep) {
-    const int count = static_cast<int>(std::min<int64_t>(Dot::kStep, k - i));
-    typename Dot::Part columns[kCols];
-    for (int c = 0; c < kCols; ++c) columns[c] = Dot::part(w + c * k + i, count);
-    for (int r = 0; r < kRows; ++r) {
-      const typename Dot::Part row = Dot::part(x + r * k + i, count);
-      for (int c = 0; c < kCols; ++c) acc[r][c] = Dot::add(acc[r][c], row, columns[c]);
+           const typename Dot::Value* bias, typename Dot::Value* out, int num_cols, int64_t n,
+           int64_t k) {
+  constexpr int kCols = kBlock / kRows;
+  const typename Dot::Value* columns[kCols];
+  for (int c = 0; c < kCols; ++c) columns[c] = w + std::min(c, num_cols - 1) * k;
+  typename Dot::Acc acc[kBlock];
+  for (int i = 0; i < kBlock; ++i) acc[i] = Dot::zero();
+  // One turn along K; `more` is nothing, or the number of values left at the end.
+  auto turn = [&](int64_t i, auto... more) {
+    typename Dot::Part row[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) row[r] = Dot::part(x + r * k + i, more...);
+#pragma GCC unroll 16
+    for (int c = 0; c < kCols; ++c) {
+      const typename Dot::Part column = Dot::part(columns[c] + i, more...);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r)
+        acc[r * kCols + c] = Dot::add(acc[r * kCols + c], row[r], column);
     }
+  };
+  int64_t i = 0;
+  for (; i + Dot::kStep <= k; i += Dot::kStep) turn(i);
+  if (i < k) turn(i, static_cast<int>(k - i));
+  float sums[kBlock];
+  sum_all(acc, sums);
+  if (bias == nullptr && num_cols == kCols) {
+    typename Dot::Value narrow[kBlock];
+    Dot::round_all(sums, narrow);
+    for (int r = 0; r < kRows; ++r)
+      std::memcpy(out + r * n, narrow + r * kCols, kCols * sizeof(narrow[0]));
+    return;
   }
   for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kCols; ++c)
-      store(out + r * n + c, Dot::sum(acc[r][c]) + (bias ? load(bias[c]) : 0.0f));
+    for (int c = 0; c < num_cols; ++c)
+      store(out + r * n + c, sums[r * kCols + c] + (bias ? load(bias[c]) : 0.0f));
 }
 
-template <typename Dot, int kCols>
-void all_rows(const typename Dot::Value* x, const typename Dot::Value* w,
-              const typename Dot::Value* bias, typename Dot::Value* out, int64_t m, int64_t n,
-              int64_t k) {
-  int64_t r = 0;
-  for (; r + 4 <= m; r += 4) block<Dot, 4, kCols>(x + r * k, w, bias, out + r * n, n, k);
-  if (r + 2 <= m) {
-    block<Dot, 2, kCols>(x + r * k, w, bias, out + r * n, n, k);
-    r += 2;
-  }
-  if (r < m) block<Dot, 1, kCols>(x + r * k, w, bias, out + r * n, n, k);
+// All rows against one group of at most kBlock columns.
+template <typename Dot, int kRows>
+int64_t rows_of(int64_t r, const typename Dot::Value* x, const typename Dot::Value* w,
+                const typename Dot::Value* bias, typename Dot::Value* out, int width, int64_t m,
+                int64_t n, int64_t k) {
+  constexpr int kCols = kBlock / kRows;
+  for (; r + kRows <= m; r += kRows)
+    for (int c = 0; c < width; c += kCols)
+      block<Dot, kRows>(x + r * k, w + c * k, bias ? bias + c : nullptr, out + r * n + c,
+                        std::min(kCols, width - c), n, k);
+  return r;
 }
 
 template <typename Dot>
@@ -89,17 +146,15 @@ void run(const void* x_, const void* w_, const void* bias_, void* out_, int64_t 
   const T* w = static_cast<const T*>(w_);
   const T* bias = static_cast<const T*>(bias_);
   T* out = static_cast<T*>(out_);
-  const int64_t groups = (n + 3) / 4;
+  const int64_t groups = (n + kBlock - 1) / kBlock;
 #pragma omp parallel for schedule(static)
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t c = g * 4;
+    const int64_t c = g * kBlock;
+    const int width = static_cast<int>(std::min<int64_t>(kBlock, n - c));
     const T* b = bias ? bias + c : nullptr;
-    if (c + 4 <= n) {
-      all_rows<Dot, 4>(x, w + c * k, b, out + c, m, n, k);
-    } else {
-      for (int64_t i = c; i < n; ++i)
-        all_rows<Dot, 1>(x, w + i * k, bias ? bias + i : nullptr, out + i, m, n, k);
-    }
+    int64_t r = rows_of<Dot, 4>(0, x, w + c * k, b, out + c, width, m, n, k);
+    r = rows_of<Dot, 2>(r, x, w + c * k, b, out + c, width, m, n, k);
+    rows_of<Dot, 1>(r, x, w + c * k, b, out + c, width, m, n, k);
   }
 }
 
