@@ -56,9 +56,9 @@ class Worker:
     """A running `perf/worker.py`."""
 
     def __init__(self, kind: str, model: Path, python: str) -> None:
-        # Passive waiting: otherwise threads of the one that waits take time from the other.
+        # Threads wait as each engine has them wait by itself: they stop spinning milliseconds after
+        # their last work, and engines take turns that are far longer.
         environment = os.environ | {
-            "OMP_WAIT_POLICY": "passive",
             "OMP_NUM_THREADS": str(os.cpu_count()),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
