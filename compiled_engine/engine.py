@@ -155,7 +155,7 @@ def scheduler_shape(config: EngineConfig, settings: Settings) -> SchedulerShape:
         page_size=block,
         max_model_len=settings.max_model_len,
         max_tokens=settings.chunked_prefill_size,
-        num_candidates=min(settings.max_num_seqs, 8 if is_cpu else 32),
+        num_candidates=min(settings.max_num_seqs, 4 if is_cpu else 32),
         max_releases=min(settings.max_num_seqs, 4 if is_cpu else 16),
         token_page_size=token_page,
         num_token_pages=settings.max_num_seqs * width,

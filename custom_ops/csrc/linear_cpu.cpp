@@ -85,8 +85,9 @@ inline void sum_all(const Acc* acc, float* sums) {
 }
 #endif
 
-// kRows rows against kBlock / kRows columns, of which `num_cols` exist.
-template <typename Dot, int kRows>
+// kRows rows against kBlock / kRows columns, of which `num_cols` exist. `kAhead` asks for the weights
+// of the next group meanwhile: a group's rows are too short for the hardware to see where it goes.
+template <typename Dot, int kRows, bool kAhead>
 void block(const typename Dot::Value* x, const typename Dot::Value* w,
            const typename Dot::Value* bias, typename Dot::Value* out, int num_cols, int64_t n,
            int64_t k) {
@@ -102,6 +103,7 @@ void block(const typename Dot::Value* x, const typename Dot::Value* w,
     for (int r = 0; r < kRows; ++r) row[r] = Dot::part(x + r * k + i, more...);
 #pragma GCC unroll 16
     for (int c = 0; c < kCols; ++c) {
+      if (kAhead) __builtin_prefetch(columns[c] + i + kBlock * k, 0, 3);
       const typename Dot::Part column = Dot::part(columns[c] + i, more...);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r)
@@ -132,9 +134,11 @@ int64_t rows_of(int64_t r, const typename Dot::Value* x, const typename Dot::Val
                 int64_t n, int64_t k) {
   constexpr int kCols = kBlock / kRows;
   for (; r + kRows <= m; r += kRows)
-    for (int c = 0; c < width; c += kCols)
-      block<Dot, kRows>(x + r * k, w + c * k, bias ? bias + c : nullptr, out + r * n + c,
-                        std::min(kCols, width - c), n, k);
+    for (int c = 0; c < width; c += kCols) {
+      const auto run = r == 0 ? block<Dot, kRows, true> : block<Dot, kRows, false>;
+      run(x + r * k, w + c * k, bias ? bias + c : nullptr, out + r * n + c,
+          std::min(kCols, width - c), n, k);
+    }
   return r;
 }
 
