@@ -7,9 +7,6 @@
 // together. The order of sums depends on K alone, so a row's result does not depend on how many rows
 // there are. bf16 uses the pairwise dot instruction where the CPU has it.
 #include <algorithm>
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
@@ -52,38 +49,6 @@ struct PlainDot {
     for (int i = 0; i < kLanes; ++i) store(out + i, sums[i]);
   }
 };
-
-constexpr int kBlock = 16;  // accumulators of a block, and columns of a group
-
-// The 16 lane sums of 16 accumulators.
-#if defined(__AVX512F__)
-inline __m512 pair(__m512 a, __m512 b) {
-  return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-}
-inline __m512 quad(__m512 a, __m512 b) {
-  const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
-  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
-                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-}
-inline __m512 lanes(__m512 a, __m512 b) {
-  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-}
-template <typename Acc>
-inline void sum_all(const Acc* acc, float* sums) {
-  __m512 four[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m512 low = pair((__m512)acc[4 * i], (__m512)acc[4 * i + 1]);
-    const __m512 high = pair((__m512)acc[4 * i + 2], (__m512)acc[4 * i + 3]);
-    four[i] = quad(low, high);
-  }
-  _mm512_storeu_ps(sums, lanes(lanes(four[0], four[1]), lanes(four[2], four[3])));
-}
-#else
-template <typename Acc>
-inline void sum_all(const Acc* acc, float* sums) {
-  for (int i = 0; i < kBlock; ++i) sums[i] = sum16((f32x16)acc[i]);
-}
-#endif
 
 // kRows rows against kBlock / kRows columns, of which `num_cols` exist. `kAhead` asks for the weights
 // of the next group meanwhile: a group's rows are too short for the hardware to see where it goes.

@@ -33,10 +33,9 @@ struct Item {
 // Scratch of one thread; `width` is the head dim rounded up to whole vectors.
 struct Scratch {
   float *query, *acc, *key, *value, *score, *top, *total;
-  std::vector<float> memory;
 
-  explicit Scratch(int width)
-      : memory(2 * kMaxRows * width + 2 * kTile * width + kMaxRows * (kTile + 2), 0.0f) {
+  Scratch(int width, std::vector<float>& memory) {
+    memory.resize(2 * kMaxRows * width + 2 * kTile * width + kMaxRows * (kTile + 2));
     query = memory.data();              // [rows][width], scaled
     acc = query + kMaxRows * width;     // [rows][width]
     key = acc + kMaxRows * width;       // [width][kTile], transposed
@@ -149,10 +148,17 @@ class Attention {
   }
 
  private:
-  const T* slot(const T* cache, const int32_t* pages, int64_t position, int kv_head) const {
-    const int64_t at =
-        pages[position / shape_.page_size] * shape_.page_size + position % shape_.page_size;
-    return cache + (at * shape_.num_kv_heads + kv_head) * dim_;
+  // Cache slots of `count` positions from `start` on.
+  void find_slots(const int32_t* pages, int64_t start, int count, int64_t* slots) const {
+    int64_t page = start / shape_.page_size, offset = start % shape_.page_size;
+    for (int j = 0; j < count; ++j) {
+      slots[j] = pages[page] * shape_.page_size + offset;
+      if (++offset == shape_.page_size) offset = 0, ++page;
+    }
+  }
+
+  const T* entry(const T* cache, int64_t slot, int kv_head) const {
+    return cache + (slot * shape_.num_kv_heads + kv_head) * dim_;
   }
 
   int64_t row_offset(const Item& item, int r, int from, int heads) const {
@@ -175,11 +181,13 @@ class Attention {
     }
     for (int64_t start = 0; start <= last_position; start += kTile) {
       const int count = static_cast<int>(std::min<int64_t>(kTile, last_position + 1 - start));
-      load_values(pages, start, count, item.kv_head, x);
+      int64_t slots[kTile];
+      find_slots(pages, start, count, slots);
+      load_values(slots, count, item.kv_head, x);
       if (rows >= kTransposeRows)
-        score_many(pages, start, count, item.kv_head, rows, x);
+        score_many(slots, count, item.kv_head, rows, x);
       else
-        score_few(pages, start, count, item.kv_head, rows, x);
+        score_few(slots, count, item.kv_head, rows, x);
       for (int r = 0; r < rows; ++r) {
         const int64_t position = last_position - (item.num_tokens - 1 - r / heads);
         const int visible = static_cast<int>(
@@ -192,6 +200,8 @@ class Attention {
       int r = 0;
       for (; r + 4 <= rows; r += 4)
         add_values<4>(x.score + r * kTile, x.value, x.acc + r * width_, count, width_);
+      for (; r + 3 <= rows; r += 3)
+        add_values<3>(x.score + r * kTile, x.value, x.acc + r * width_, count, width_);
       for (; r < rows; ++r)
         add_values<1>(x.score + r * kTile, x.value, x.acc + r * width_, count, width_);
     }
@@ -202,32 +212,44 @@ class Attention {
     }
   }
 
-  void load_values(const int32_t* pages, int64_t start, int count, int kv_head,
-                   Scratch& x) const {
+  void load_values(const int64_t* slots, int count, int kv_head, Scratch& x) const {
     for (int j = 0; j < count; ++j) {
-      const T* source = slot(v_cache_, pages, start + j, kv_head);
-      for (int d = 0; d < width_; d += kLanes)
-        store16(x.value + j * width_ + d, load_part(source + d, dim_ - d));
+      const T* source = entry(v_cache_, slots[j], kv_head);
+      int d = 0;
+      for (; d + kLanes <= dim_; d += kLanes) store16(x.value + j * width_ + d, load16(source + d));
+      if (d < dim_) store16(x.value + j * width_ + d, load_part(source + d, dim_ - d));
     }
   }
 
-  void score_few(const int32_t* pages, int64_t start, int count, int kv_head, int rows,
-                 Scratch& x) const {
-    for (int j = 0; j < count; ++j) {
-      const T* source = slot(k_cache_, pages, start + j, kv_head);
+  // Dot products along the head dim, for 16 keys at a time: one tree sums their 16 accumulators.
+  void score_few(const int64_t* slots, int count, int kv_head, int rows, Scratch& x) const {
+    for (int first = 0; first < count; first += kBlock) {
+      const T* keys[kBlock];
+      for (int j = 0; j < kBlock; ++j)
+        keys[j] = entry(k_cache_, slots[std::min(first + j, count - 1)], kv_head);
       for (int r = 0; r < rows; ++r) {
-        f32x16 sum = {};
-        for (int d = 0; d < width_; d += kLanes)
-          sum += load16(x.query + r * width_ + d) * load_part(source + d, dim_ - d);
-        x.score[r * kTile + j] = sum16(sum);
+        f32x16 acc[kBlock];
+#pragma GCC unroll 16
+        for (int j = 0; j < kBlock; ++j) acc[j] = f32x16{};
+        for (int d = 0; d < width_; d += kLanes) {
+          const f32x16 query = load16(x.query + r * width_ + d);
+          const int left = dim_ - d;
+          if (left >= kLanes) {
+#pragma GCC unroll 16
+            for (int j = 0; j < kBlock; ++j) acc[j] += query * load16(keys[j] + d);
+          } else {
+#pragma GCC unroll 16
+            for (int j = 0; j < kBlock; ++j) acc[j] += query * load_part(keys[j] + d, left);
+          }
+        }
+        sum_all(acc, x.score + r * kTile + first);
       }
     }
   }
 
-  void score_many(const int32_t* pages, int64_t start, int count, int kv_head, int rows,
-                  Scratch& x) const {
+  void score_many(const int64_t* slots, int count, int kv_head, int rows, Scratch& x) const {
     for (int j = 0; j < count; ++j) {
-      const T* source = slot(k_cache_, pages, start + j, kv_head);
+      const T* source = entry(k_cache_, slots[j], kv_head);
       for (int d = 0; d < dim_; ++d) x.key[d * kTile + j] = load(source[d]);
     }
     for (int j = count; j < kTile; ++j)
@@ -263,7 +285,8 @@ void run(const Shape& shape, const void* q, const void* k_cache, const void* v_c
   const int64_t num_items = static_cast<int64_t>(items.size());
 #pragma omp parallel if (num_items > 1)
   {
-    Scratch scratch(attention.width());
+    static thread_local std::vector<float> memory;  // kept between calls
+    Scratch scratch(attention.width(), memory);
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < num_items; ++i) {
       const Item& item = items[i];

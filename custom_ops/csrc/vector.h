@@ -1,9 +1,13 @@
-// Sixteen fp32 lanes as a compiler vector, loads from fp32, bf16 and fp16, and exp.
+// Sixteen fp32 lanes as a compiler vector, loads from fp32, bf16 and fp16, sums, and exp.
 //
-// Compiler vectors need no intrinsics: the compiler splits them where registers are narrower.
+// Compiler vectors need no intrinsics: the compiler splits them where registers are narrower. The
+// one exception is the sum of 16 vectors at once, which has an AVX-512 form.
 #pragma once
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace ce {
 
@@ -69,6 +73,38 @@ inline float sum16(f32x16 x) {
   const f32x4 four = quarter[0] + quarter[1];
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
+
+constexpr int kBlock = 16;  // accumulators that are summed together
+
+// The 16 lane sums of 16 accumulators.
+#if defined(__AVX512F__)
+inline __m512 pair(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+inline __m512 quad(__m512 a, __m512 b) {
+  const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+inline __m512 lanes(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+template <typename Acc>
+inline void sum_all(const Acc* acc, float* sums) {
+  __m512 four[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512 low = pair((__m512)acc[4 * i], (__m512)acc[4 * i + 1]);
+    const __m512 high = pair((__m512)acc[4 * i + 2], (__m512)acc[4 * i + 3]);
+    four[i] = quad(low, high);
+  }
+  _mm512_storeu_ps(sums, lanes(lanes(four[0], four[1]), lanes(four[2], four[3])));
+}
+#else
+template <typename Acc>
+inline void sum_all(const Acc* acc, float* sums) {
+  for (int i = 0; i < kBlock; ++i) sums[i] = sum16((f32x16)acc[i]);
+}
+#endif
 
 inline f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
