@@ -15,15 +15,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from perf import cpu_vs_peers
+from perf import cpu_vs_peers, device_parity
 from perf.machine import BUSY_BELOW_IDLE_PERCENT, commit, environment, idle_percent, machine_name
 from perf.rows import ROOT, Row, newest_run, read_expectations, read_rows, write_rows
 
-SCENARIOS = {cpu_vs_peers.NAME: cpu_vs_peers}
+SCENARIOS: dict[str, Any] = {
+    cpu_vs_peers.NAME: cpu_vs_peers,
+    device_parity.NAME: device_parity,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,8 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("scenario", choices=SCENARIOS)
     run.add_argument("--model", help="folder, GGUF file or id (default: the default model)")
     run.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vLLM")
-    run.add_argument("--num-repeats", type=int, metavar="N", help="turns that count (default: 5)")
-    run.add_argument("--output-len", type=int, metavar="N", help="tokens an answer (default: 64)")
+    run.add_argument("--num-repeats", type=int, metavar="N", help="turns that count")
+    run.add_argument("--output-len", type=int, metavar="N", help="tokens an answer")
     run.add_argument(
         "--no-start", dest="with_start", action="store_false", help="leave the two starts out"
     )
