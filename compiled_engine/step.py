@@ -68,11 +68,11 @@ class StepPieces:
 
         def layer(
             module: DecoderLayer,
+            cache: LayerCache,
+            rotary: Rotary,
+            ctx: PagedContext,
             hidden: Tensor,
             residual: Tensor,
-            rotary: Rotary,
-            cache: LayerCache,
-            ctx: PagedContext,
         ) -> tuple[Tensor, Tensor]:
             return module(hidden, residual, rotary, cache, ctx)
 
@@ -89,8 +89,8 @@ class StepPieces:
         self.embed = driver.compile(embed, "embed")
         self.head = driver.compile(head, "head")
         self.end = driver.compile(end, "end")
-        self._layer_one = driver.compile(layer, "layer_one")
-        self._layer_many = driver.compile(layer, "layer_many")
+        self._layer_one = driver.compile_direct(layer, "layer_one", num_static=2, num_shared=2)
+        self._layer_many = driver.compile_direct(layer, "layer_many", num_static=2, num_shared=2)
         self.sample = {
             variant: driver.compile(self._sampler(variant, vocab_size), f"sample_{variant.name}")
             for variant in Variant
@@ -144,7 +144,7 @@ class StepExecutor:
         self.state = new_state(shape, self.device)
         self.params = new_row_params(shape.max_rows + 1, self.device)
         self.outbox = Outbox(shape.max_rows + 1, self.device)
-        self._layers = list(model.layers)
+        self._layers = list(zip(model.layers, caches, strict=True))
         self._places = torch.arange(shape.max_tokens, device=self.device)
         self._budgets: dict[int, Tensor] = {}
         rows = shape.max_rows + 1
@@ -247,11 +247,12 @@ class StepExecutor:
             inputs.query_start_loc,
         )
         layer = self.pieces.layer(num_tokens)
-        for module, cache in zip(self._layers, self.caches, strict=True):
+        shared = (rotary, ctx)
+        for key, static in enumerate(self._layers):
             if is_marked and num_tokens > 1:
                 for tensor in (hidden, residual, *rotary, ctx.slot_mapping):
                     mark_dynamic(tensor, 0, low=2, high=self.shape.max_tokens)
-            hidden, residual = layer(module, hidden, residual, rotary, cache, ctx)
+            hidden, residual = layer(key, static, shared, hidden, residual)
         num_seqs = min(num_tokens, self.shape.max_rows)
         last = inputs.logits_indices[:num_seqs]
         hidden, residual = hidden[last], residual[last]

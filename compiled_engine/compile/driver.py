@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from compiled_engine.compile.direct import DirectPiece, PlainPiece
 from compiled_engine.compile.torch_compat import dynamo_counters, set_cache_dir, with_own_code
 from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
@@ -57,6 +58,21 @@ class CompileDriver:
             fullgraph=True,
             dynamic=False,
             options={"post_grad_custom_pre_pass": self.passes},
+        )
+
+    def compile_direct(
+        self,
+        function: Callable[..., tuple[Any, ...]],
+        name: str,
+        *,
+        num_static: int,
+        num_shared: int,
+    ) -> DirectPiece | PlainPiece:
+        """`function` compiled as one graph that is called past Dynamo; see `DirectPiece`."""
+        if self.is_eager:
+            return PlainPiece(function)
+        return DirectPiece(
+            function, name, num_static=num_static, num_shared=num_shared, passes=self.passes
         )
 
     def finish_warm_up(self) -> None:

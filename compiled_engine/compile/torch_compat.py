@@ -42,6 +42,35 @@ def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]
     return copy
 
 
+def input_sources(graph: torch.fx.GraphModule) -> list[str]:
+    """Where each input of a graph that Dynamo captured comes from, as an expression over `L`.
+
+    To be called inside the backend: Dynamo forgets the sources afterwards.
+    """
+    names = []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            name = node.meta["grapharg"].source.name
+            names.append(name() if callable(name) else name)  # a method up to torch 2.11
+    return names
+
+
+def inductor_backend(
+    passes: Any,
+    keep: Callable[[torch.fx.GraphModule, Callable[..., Any]], Callable[..., Any]],
+) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
+    """Inductor with `passes`, as a `torch.compile` backend that shows `keep` what it made."""
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {"post_grad_custom_pre_pass": passes}
+        compiled: Any = compile_fx(graph, examples, config_patches=patches)
+        return keep(graph, compiled)
+
+    return backend
+
+
 def mark_dynamic(tensor: torch.Tensor, dim: int, *, low: int, high: int) -> None:
     """Says that `dim` varies from `low` to `high`, for the compile that sees the tensor next."""
     torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
