@@ -11,7 +11,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from compiled_engine.errors import ConfigError
 
@@ -82,6 +82,10 @@ class EngineConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
+        _check_choice("--load-format", self.load_format, LoadFormat)
+        _check_choice("--dtype", self.dtype, DtypeName)
+        _check_choice("--device", self.device, DeviceName)
+        _check_choice("--overlap-schedule", self.overlap_schedule, OverlapSchedule)
         _check("--block-size", self.block_size, 1, 256)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(
@@ -133,6 +137,13 @@ class ServerConfig:
         _check("--max-queued-tokens", self.max_queued_tokens, 1, 2**40)
         _check("--max-body-bytes", self.max_body_bytes, 1024, 2**40)
         _check("--max-n", self.max_n, 1, 1024)
+        _check("--drain-timeout-s", self.drain_timeout_s, 0, 86400)
+        _check("--engine-timeout-s", self.engine_timeout_s, 1, 86400)
+        if self.served_model_name == "":
+            raise ConfigError(
+                "--served-model-name is empty; leave it out to use the model's path",
+                param="served_model_name",
+            )
         if self.api_key == "":
             raise ConfigError("--api-key is empty; leave it out to serve without", param="api_key")
 
@@ -150,6 +161,15 @@ def config_from_json(text: str) -> EngineConfig:
     return EngineConfig(**fields)
 
 
-def _check(flag: str, value: int | None, low: int, high: int) -> None:
+def _check(flag: str, value: float | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
         raise ConfigError(f"{flag} is {value}; allowed is {low} to {high}", param=flag[2:])
+
+
+def _check_choice(flag: str, value: str, choices: Any) -> None:
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ConfigError(
+            f"{flag} is {value!r}; allowed are {', '.join(allowed)}",
+            param=flag[2:].replace("-", "_"),
+        )

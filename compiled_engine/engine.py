@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from compiled_engine.compile.driver import CompileDriver
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import DEFAULT_MODEL, EngineConfig
 from compiled_engine.device import pick_device
 from compiled_engine.errors import ConfigError
 from compiled_engine.kv_cache import CacheGeometry, allocate, available_bytes, choose_num_pages
@@ -32,8 +32,6 @@ from compiled_engine.tokenizer import Tokenizer
 # (phase, label, done, total); phase is "loading" or "compiling"
 BuildProgress = Callable[[str, str, int, int], None]
 
-MAX_TOKEN_PAGES = 32_768
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -41,15 +39,18 @@ class Settings:
 
     Attributes:
         folder: the model's folder.
+        tokenizer_folder: the tokenizer's; the same one unless the config names another.
         device, dtype: where and in what the model runs.
         max_model_len, max_num_seqs, chunked_prefill_size: as in `EngineConfig`, never None.
         num_pages: KV pages, the null page included.
         vocab_size: real token ids.
+        eos_token_ids: end an answer; the model's own, then the tokenizer's.
         is_overlapped: which loop runs; see `loop`.
         buckets: token counts of a step.
     """
 
     folder: Path
+    tokenizer_folder: Path
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
@@ -57,6 +58,7 @@ class Settings:
     chunked_prefill_size: int
     num_pages: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     is_overlapped: bool
     buckets: tuple[int, ...]
 
@@ -81,20 +83,8 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
     driver = CompileDriver(config)
-    folder = resolve_model(
-        config.model,
-        config.cache_dir,
-        with_weights=config.load_format != "dummy",
-        allow_pickle=config.allow_pickle,
-        progress=lambda done, total, label: progress("loading", label, done, total),
-    )
+    folder = find_model(config, progress)
     model_config = load_model_config(folder)
-    if len(model_config.eos_token_ids) > MAX_EOS_TOKEN_IDS:
-        raise ConfigError(
-            f"{folder}: {len(model_config.eos_token_ids)} end-of-sequence ids; at most "
-            f"{MAX_EOS_TOKEN_IDS} are supported",
-            param="eos_token_id",
-        )
     model = _load_model(config, model_config, folder, device, progress)
     settings = _resolve(config, model_config, folder, device, model)
     shape = scheduler_shape(config, settings)
@@ -109,11 +99,39 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     loop = StepLoop(
         executor,
         limits,
-        eos_token_ids=model_config.eos_token_ids,
+        eos_token_ids=settings.eos_token_ids,
         seed=config.seed,
         is_overlapped=settings.is_overlapped,
     )
     return Engine(settings, driver, loop)
+
+
+def find_model(config: EngineConfig, progress: BuildProgress) -> Path:
+    """The folder of `config.model`, downloaded or converted first if it must be. Blocks.
+
+    Raises:
+        ConfigError: it cannot be had, or its weights are not in the format that is asked for.
+    """
+    is_gguf = config.model.lower() == DEFAULT_MODEL or config.model.lower().endswith(".gguf")
+    if config.load_format == "gguf" and not is_gguf:
+        raise ConfigError(
+            f"--load-format is gguf, but {config.model} is no .gguf file", param="load_format"
+        )
+    if config.load_format == "safetensors" and is_gguf:
+        raise ConfigError(
+            f"--load-format is safetensors, but {config.model} is a GGUF model", param="load_format"
+        )
+    return resolve_model(
+        config.model,
+        config.cache_dir,
+        with_weights=config.load_format != "dummy",
+        allow_pickle=_allows_pickle(config),
+        progress=lambda done, total, label: progress("loading", label, done, total),
+    )
+
+
+def _allows_pickle(config: EngineConfig) -> bool:
+    return config.allow_pickle and config.load_format != "safetensors"
 
 
 def preview_settings(config: EngineConfig) -> Settings:
@@ -186,7 +204,7 @@ def _load_model(
         folder,
         dtype=dtype,
         device=device,
-        allow_pickle=config.allow_pickle,
+        allow_pickle=_allows_pickle(config),
         progress=report,
     )
     return model
@@ -214,7 +232,11 @@ def _resolve(
     chunk = config.chunked_prefill_size or (512 if is_cpu else 8192)
     dtype = next(model.parameters()).dtype
     geometry = _geometry(config, model_config, dtype)
-    free = available_bytes(device, config.gpu_memory_utilization)
+    free = available_bytes(
+        device,
+        config.gpu_memory_utilization,
+        is_size_given=config.max_total_tokens is not None,
+    )
     num_pages = choose_num_pages(
         geometry,
         max_total_tokens=config.max_total_tokens,
@@ -222,15 +244,21 @@ def _resolve(
         max_num_seqs=max_num_seqs,
         available_bytes=max(0, free - reserved_bytes),
     )
+    tokenizer_folder = folder
+    if config.tokenizer is not None:
+        tokenizer_folder = resolve_model(config.tokenizer, config.cache_dir, with_weights=False)
+    vocab_size, eos_token_ids = _vocabulary(config, model_config, tokenizer_folder)
     return Settings(
         folder=folder,
+        tokenizer_folder=tokenizer_folder,
         device=device,
         dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         chunked_prefill_size=chunk,
         num_pages=num_pages,
-        vocab_size=_real_vocab_size(config, model_config, folder),
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
         is_overlapped=not is_cpu
         if config.overlap_schedule == "auto"
         else config.overlap_schedule == "on",
@@ -248,13 +276,26 @@ def _geometry(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtyp
     )
 
 
-def _real_vocab_size(config: EngineConfig, model_config: ModelConfig, folder: Path) -> int:
-    """Ids the tokenizer knows; the model's own count where a folder has no tokenizer."""
-    source = Path(config.tokenizer) if config.tokenizer else folder
-    if not os.path.exists(source / "tokenizer.json"):
-        return model_config.vocab_size
-    known = Tokenizer.from_folder(source, trust_remote_code=config.trust_remote_code).vocab_size
-    return min(known, model_config.vocab_size)
+def _vocabulary(
+    config: EngineConfig, model_config: ModelConfig, folder: Path
+) -> tuple[int, tuple[int, ...]]:
+    """Ids the tokenizer in `folder` knows, and those of them that end an answer.
+
+    The model's own count and ids alone where the folder has no tokenizer.
+    """
+    vocab_size, ends = model_config.vocab_size, model_config.eos_token_ids
+    if os.path.exists(folder / "tokenizer.json"):
+        tokenizer = Tokenizer.from_folder(folder, trust_remote_code=config.trust_remote_code)
+        vocab_size = min(tokenizer.vocab_size, vocab_size)
+        ends = tuple(dict.fromkeys((*ends, *tokenizer.eos_token_ids)))
+    # Ids beyond the vocabulary are never chosen, so they end nothing.
+    ends = tuple(token_id for token_id in ends if 0 <= token_id < vocab_size)
+    if len(ends) > MAX_EOS_TOKEN_IDS:
+        raise ConfigError(
+            f"{folder}: {len(ends)} end-of-sequence ids; at most {MAX_EOS_TOKEN_IDS} are supported",
+            param="eos_token_id",
+        )
+    return vocab_size, ends
 
 
 def _warm_up(executor: StepExecutor, progress: BuildProgress) -> None:

@@ -19,9 +19,9 @@ from dataclasses import replace
 import msgspec
 import zmq
 
-from compiled_engine.config import EngineConfig, config_from_json
+from compiled_engine.config import EngineConfig, LoadFormat, config_from_json
 from compiled_engine.device import device_note
-from compiled_engine.engine import BuildProgress, Engine, build_engine
+from compiled_engine.engine import BuildProgress, Engine, build_engine, find_model
 from compiled_engine.errors import ConfigError, InvalidRequestError
 from compiled_engine.ipc import STATUS_INTERVAL_S, ClientFrame, EngineFrame, EngineStatus
 from compiled_engine.models.source import resolve_model
@@ -46,6 +46,9 @@ class Channel:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 500)
+        # No high-water mark: a send that waits for a stopped API process would hold the lock, and
+        # the heartbeat could not notice that process's death.
+        self._socket.set_hwm(0)
         self._socket.connect(endpoint)
         self._lock = threading.Lock()
         self._last_sent = 0.0
@@ -118,8 +121,9 @@ class EngineServer:
         has_unread = self.loop.executor.outbox.num_unread > 0
         is_idle = not (self.loop.has_work or has_unread)
         events = self._take_in(IDLE_WAIT_MS if is_idle else 0)
+        # Reading the last records waits for the device too: it may hang there as well.
+        self.channel.busy_since = time.monotonic()
         if self.loop.has_work:
-            self.channel.busy_since = time.monotonic()
             events += self.loop.step()
         elif has_unread:
             events += self.loop.drain()
@@ -197,18 +201,14 @@ def _find_folders(
 
     The API process, which has no torch, loads the tokenizer from there while the weights load.
     """
-    folder = resolve_model(
-        config.model,
-        config.cache_dir,
-        with_weights=config.load_format != "dummy",
-        allow_pickle=config.allow_pickle,
-        progress=lambda done, total, label: progress("loading", label, done, total),
-    )
+    folder = find_model(config, progress)
     tokenizer = None
     if config.tokenizer is not None:
         tokenizer = str(resolve_model(config.tokenizer, config.cache_dir, with_weights=False))
     status.model_folder, status.tokenizer_folder = str(folder), tokenizer or str(folder)
-    return replace(config, model=str(folder), tokenizer=tokenizer)
+    # A converted GGUF file is a folder of safetensors from here on.
+    load_format: LoadFormat = "auto" if config.load_format == "gguf" else config.load_format
+    return replace(config, model=str(folder), tokenizer=tokenizer, load_format=load_format)
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ Page 0 is the null page: padding tokens write into it and nobody reads it.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -88,9 +89,15 @@ def allocate(
     return tuple(LayerCache(zeros(), zeros()) for _ in range(geometry.num_layers))
 
 
-def available_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes the KV pool may take: on a GPU up to `utilization` of it, on a CPU a fixed share."""
+def available_bytes(device: torch.device, utilization: float, *, is_size_given: bool) -> int:
+    """Bytes the KV pool may take.
+
+    On a GPU up to `utilization` of it. On a CPU a fixed share, but all of the machine's memory
+    where the config says how many tokens the pool shall hold (`is_size_given`).
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * utilization) - (total - free))
+    if is_size_given:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return CPU_CACHE_BYTES

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -66,9 +65,8 @@ class LLM:
     ) -> None:
         self.config = EngineConfig(model=model or DEFAULT_MODEL, **options)
         self.engine: Engine = build_engine(self.config, progress or (lambda *_: None))
-        source = Path(self.config.tokenizer or self.engine.settings.folder)
         self.tokenizer = Tokenizer.from_folder(
-            source, trust_remote_code=self.config.trust_remote_code
+            self.engine.settings.tokenizer_folder, trust_remote_code=self.config.trust_remote_code
         )
         self._next_id = 0
 
@@ -99,9 +97,14 @@ class LLM:
         for request in requests:
             validate_request(request, self.engine.limits)
         collectors = {r.request_id: _Collector(r, self.tokenizer) for r in requests}
-        for request in requests:
-            self.engine.loop.submit(request)
-        self._run(collectors)
+        try:
+            for request in requests:
+                self.engine.loop.submit(request)
+            self._run(collectors)
+        finally:
+            # Does nothing unless it was interrupted: then nothing of it may run on in a next call.
+            for request in requests:
+                self.engine.loop.abort(request.request_id)
         return [collectors[request.request_id].output() for request in requests]
 
     def chat(
@@ -115,8 +118,8 @@ class LLM:
         return self.generate([token_ids], sampling_params)[0]
 
     def close(self) -> None:
-        """Frees the model and its caches. The object cannot be used afterwards."""
-        del self.engine
+        """Frees the model and its caches; may be called twice. Nothing else works afterwards."""
+        self.__dict__.pop("engine", None)
 
     def __enter__(self) -> LLM:
         return self
@@ -158,6 +161,7 @@ class _Collector:
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens = 0
         self._detokenizer = tokenizer.new_detokenizer()
+        self._search_from = 0  # where in the text a stop string may begin
 
     def add(self, event: TokenEvent) -> bool:
         """Takes an event in; True if a stop string ended the request early."""
@@ -166,19 +170,30 @@ class _Collector:
         self.token_ids.extend(event.token_ids)
         self.num_cached_tokens = event.num_cached_tokens
         self.finish_reason = event.finish_reason
-        is_end_token = event.finish_reason == "stop"
-        self.text += self._detokenizer.push([] if is_end_token else event.token_ids)
+        shown = event.token_ids[:-1] if event.finish_reason == "stop" else event.token_ids
+        self.text += self._detokenizer.push(shown)
         if event.finish_reason is not None:
             self.text += self._detokenizer.finish()
-        if len(self.token_ids) < self.request.params.min_tokens:
+        if len(self.token_ids) <= self.request.params.min_tokens:
+            # As on the server: no stop string begins or ends in this text.
+            self._search_from = len(self.text)
             return False
-        found = [self.text.find(s) for s in self.request.params.stop if s in self.text]
-        if not found:
+        begin = self._find_stop()
+        if begin is None:
             return False
-        self.text = self.text[: min(found)]
+        self.text = self.text[:begin]
         was_running = self.finish_reason is None
         self.finish_reason = "stop"
         return was_running
+
+    def _find_stop(self) -> int | None:
+        """Where the stop string begins that completes first, the longest of several; or None."""
+        found = []
+        for stop in self.request.params.stop:
+            begin = self.text.find(stop, self._search_from)
+            if begin >= 0:
+                found.append((begin + len(stop), begin))
+        return min(found)[1] if found else None
 
     def output(self) -> GenerateOutput:
         """The finished request."""

@@ -33,6 +33,7 @@ from compiled_engine.scheduler.advance import (
     COUNT_RESIDENT_ROWS,
     COUNT_RETRACTIONS,
     COUNT_STEP_TOKENS,
+    COUNT_WAITING_ROWS,
     COUNT_WANTED_TOKENS,
 )
 from compiled_engine.scheduler.inbox import InboxBuilder, SubmitEntry
@@ -128,13 +129,23 @@ class StepLoop:
 
     @property
     def num_running(self) -> int:
-        """Requests that have a row."""
-        return sum(not seat.is_over for seat in self._seats.values())
+        """Requests that are being computed, as of the newest record."""
+        return self._num_live - self._num_waiting_rows
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a row."""
-        return len(self._queue)
+        """Requests that wait: for a row, for pages, or retracted."""
+        return len(self._queue) + self._num_waiting_rows
+
+    @property
+    def _num_live(self) -> int:
+        return sum(not seat.is_over for seat in self._seats.values())
+
+    @property
+    def _num_waiting_rows(self) -> int:
+        if self._newest is None:
+            return 0
+        return min(self._num_live, int(self._newest.counts[COUNT_WAITING_ROWS]))
 
     # --- the two loops --------------------------------------------------------------------
 

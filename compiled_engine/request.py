@@ -7,7 +7,6 @@ builds these from JSON; the engine process receives them through `ipc`; `LLM` bu
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
@@ -90,6 +89,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
         for token_id, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if isinstance(self.stop, str):
+            # It would be taken for a list of one-character strings.
+            raise InvalidRequestError(
+                f"stop is the string {self.stop!r}; a tuple of strings is meant", param="stop"
+            )
         _check_length("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             if not text:
@@ -194,12 +198,19 @@ def check_token_ids(
 def _check_range(
     field: str, value: float, low: float, high: float, *, open_low: bool = False
 ) -> None:
-    below = value <= low if open_low else value < low
-    if not math.isfinite(value) or below or value > high:
+    # Comparisons only: they are false for NaN, and an int of any size can be compared.
+    is_above = value > low if open_low else value >= low
+    if not (is_above and value <= high):
         bracket = "(" if open_low else "["
         raise InvalidRequestError(
-            f"{field} is {value}; allowed is {bracket}{low:g}, {high:g}]", param=field.split("[")[0]
+            f"{field} is {value}; allowed is {bracket}{_number(low)}, {_number(high)}]",
+            param=field.split("[")[0],
         )
+
+
+def _number(value: float) -> str:
+    """An int with all its digits, a float as short as it can be."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _check_length(field: str, length: int, limit: int, *, unit: str = "entries") -> None:

@@ -222,11 +222,22 @@ def _chat_template_sources(folder: Path, settings: dict[str, Any]) -> dict[str, 
     if isinstance(listed, str):
         sources["default"] = listed
     elif isinstance(listed, list):
-        sources.update({entry["name"]: entry["template"] for entry in listed})
+        try:
+            sources.update({str(entry["name"]): entry["template"] for entry in listed})
+        except (TypeError, KeyError) as error:
+            raise ConfigError(
+                f"{folder / 'tokenizer_config.json'}: chat_template is a list of something other "
+                "than objects with name and template",
+                param="tokenizer",
+            ) from error
     paths = {path.stem: path for path in folder.glob("additional_chat_templates/*.jinja")}
     if (folder / "chat_template.jinja").exists():
         paths["default"] = folder / "chat_template.jinja"
-    sources.update({name: path.read_text(encoding="utf-8") for name, path in paths.items()})
+    for name, path in paths.items():
+        try:
+            sources[name] = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}", param="tokenizer") from error
     return sources
 
 

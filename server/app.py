@@ -44,6 +44,9 @@ EXIT_ENGINE_DIED = 3
 # After the engine's death the server still answers 503 for a while, so that clients and probes see
 # the reason and not a closed port.
 DEATH_LINGER_S = 3.0
+_BACKLOG = 1024
+# For a connection without a request, and for the head of one that does not arrive.
+_IDLE_TIMEOUT_S = 120.0
 _POLL_S = 0.05
 # What a call ended by the drain's deadline gets to send its last chunk.
 _LAST_WORDS_S = 1.0
@@ -203,7 +206,9 @@ async def _check_api_key(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A bound socket, taken before the model is loaded; port 0 takes a free one.
+    """A listening socket, taken before the model is loaded; port 0 takes a free one.
+
+    Who connects before `serve_app` runs waits in its queue.
 
     Raises:
         ConfigError: the address cannot be bound; one line saying why.
@@ -218,6 +223,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        # Two processes may bind one address until one of them listens: only this takes the port.
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(
@@ -268,12 +275,16 @@ async def serve_app(
     loop = asyncio.get_running_loop()
     signals = _Signals()
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLEANUP_S
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_CLEANUP_S,
+        keepalive_timeout=_IDLE_TIMEOUT_S,
     )
     signals.install(loop)
     try:
         await runner.setup()
-        await web.SockSite(runner, sock, backlog=1024).start()
+        await web.SockSite(runner, sock, backlog=_BACKLOG).start()
         if on_started is not None:
             on_started()
         state = app[STATE]

@@ -18,8 +18,9 @@ from compiled_engine.server.generation import (
     Piece,
     build_runs,
     call_scope,
+    field_called,
     generate,
-    read_body,
+    read_request,
     usage_of,
 )
 from compiled_engine.server.prompts import encode_chat
@@ -38,7 +39,6 @@ from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.validation import (
     Sampling,
     chat_max_tokens,
-    parse_request,
     template_kwargs,
     template_messages,
     validate_sampling,
@@ -69,9 +69,10 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     async with call_scope(state) as permit:
         async with state.drain.interruptible():
-            body, unknown = parse_request(await read_body(request), ChatRequest)
-            state.note_unknown_fields(unknown)
-            call = await _prepare(state, body, permit, started_s)
+            body = await read_request(request, ChatRequest)
+            is_newer = body.max_completion_tokens is not None
+            with field_called("max_tokens", "max_completion_tokens" if is_newer else "max_tokens"):
+                call = await _prepare(state, body, permit, started_s)
         if call.sampling.stream:
             return await stream_response(request, _chunks(state, call))
         return json_response(await _whole(state, call))

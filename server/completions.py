@@ -18,7 +18,7 @@ from compiled_engine.server.generation import (
     build_runs,
     call_scope,
     generate,
-    read_body,
+    read_request,
     usage_of,
 )
 from compiled_engine.server.prompts import encode_prompts
@@ -34,7 +34,7 @@ from compiled_engine.server.validation import (
     DEFAULT_COMPLETION_TOKENS,
     Sampling,
     completion_prompts,
-    parse_request,
+    num_prompts,
     validate_sampling,
 )
 
@@ -64,8 +64,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     async with call_scope(state) as permit:
         async with state.drain.interruptible():
-            body, unknown = parse_request(await read_body(request), CompletionRequest)
-            state.note_unknown_fields(unknown)
+            body = await read_request(request, CompletionRequest)
             call = await _prepare(state, body, permit, started_s)
         if call.sampling.stream:
             return await stream_response(request, _chunks(state, call))
@@ -79,8 +78,9 @@ async def _prepare(
     sampling = validate_sampling(
         body, state.default_sampling, max_n=state.config.max_n, max_tokens=body.max_tokens
     )
+    # Before the items are looked at, since a body has room for millions of them.
+    permit.extend_requests(num_prompts(body) * sampling.n)
     prompts = completion_prompts(body)
-    permit.extend_requests(len(prompts) * sampling.n)
     limits = state.require_limits()
     prompt_ids = await state.in_text_pool(
         partial(

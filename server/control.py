@@ -13,7 +13,7 @@ from aiohttp import web
 from compiled_engine import __version__
 from compiled_engine.errors import InvalidRequestError, UnknownModelError
 from compiled_engine.request import check_token_ids
-from compiled_engine.server.generation import read_body
+from compiled_engine.server.generation import read_request
 from compiled_engine.server.openapi import openapi_document
 from compiled_engine.server.prompts import encode_chat, encode_text
 from compiled_engine.server.protocol import (
@@ -29,7 +29,6 @@ from compiled_engine.server.protocol import (
 from compiled_engine.server.sse import json_response
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.validation import (
-    parse_request,
     template_kwargs,
     template_messages,
 )
@@ -105,8 +104,7 @@ async def tokenize(request: web.Request) -> web.Response:
     """`POST /tokenize`: ids of a text or of a rendered chat."""
     state = request.app[STATE]
     with state.admission.enter():
-        body, unknown = parse_request(await read_body(request), TokenizeRequest)
-        state.note_unknown_fields(unknown)
+        body = await read_request(request, TokenizeRequest)
         state.check_model(body.model)
         limits = state.engine.limits
         max_tokens = limits.max_model_len if limits else _MAX_TOKENS_BEFORE_LOAD
@@ -147,8 +145,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """`POST /detokenize`: text of ids, special tokens included."""
     state = request.app[STATE]
     with state.admission.enter():
-        body, unknown = parse_request(await read_body(request), DetokenizeRequest)
-        state.note_unknown_fields(unknown)
+        body = await read_request(request, DetokenizeRequest)
         state.check_model(body.model)
         check_token_ids("tokens", body.tokens, state.tokenizer.vocab_size)
         decode = partial(state.tokenizer.decode, body.tokens, skip_special_tokens=False)

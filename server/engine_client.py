@@ -359,6 +359,8 @@ class IpcEngineClient:
         hang = None
         if silence_s > self._timeout_s:
             hang = f"the engine process has been silent for more than {self._timeout_s:g} s"
+            # Its last word on this is as old as the silence.
+            self._status.step_age_s = max(self._status.step_age_s, silence_s)
         elif self._status.step_age_s > self._timeout_s:
             hang = (
                 f"the engine has finished no step for {self._status.step_age_s:.1f} s, which is "

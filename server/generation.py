@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -25,12 +28,16 @@ from compiled_engine.server.admission import Permit
 from compiled_engine.server.engine_client import TokenStream
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.protocol import ChoiceFinishReason, PromptTokensDetails, Usage
-from compiled_engine.server.state import ServerState
+from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.stop_strings import StopMatcher
-from compiled_engine.server.validation import Sampling
+from compiled_engine.server.validation import Sampling, parse_request
 from compiled_engine.tokenizer import Tokenizer
 
+S = TypeVar("S", bound=msgspec.Struct)
+
 BODY_TIMEOUT_S = 120.0
+# Parsing more than this would hold up the other calls, so it is done in a text thread.
+_PARSED_AT_ONCE_BYTES = 64 * 1024
 _MASK_64 = 2**64 - 1
 
 
@@ -168,20 +175,25 @@ def build_runs(
             )
             if choice == 0:
                 path = prompt_field if len(prompts) == 1 else f"{prompt_field}[{prompt_index}]"
-                _check_fits(request, limits, path)
+                with field_called("prompt", path):
+                    validate_request(request, limits)
             index = prompt_index * sampling.n + choice
             runs.append(ChoiceRun(index, request, state.tokenizer, sampling))
     return runs
 
 
-def _check_fits(request: Request, limits: ModelLimits, prompt_field: str) -> None:
+@contextlib.contextmanager
+def field_called(field: str, given: str) -> Iterator[None]:
+    """Errors about `field` in the block name the field that the client used for it, `given`."""
     try:
-        validate_request(request, limits)
+        yield
     except InvalidRequestError as error:
-        if error.param != "prompt":
+        if error.param != field or field == given:
             raise
-        message = error.message.replace("prompt", prompt_field, 1)
-        raise InvalidRequestError(message, param=prompt_field, code=error.code) from error
+        # The prompt is also what "prompt and answer" is about: only its first mention is the field.
+        count = 1 if field == "prompt" else 0
+        message = re.sub(rf"\b{field}\b", lambda _: given, error.message, count=count)
+        raise InvalidRequestError(message, param=given, code=error.code) from error
 
 
 def _choice_seed(seed: int | None, choice: int) -> int | None:
@@ -257,6 +269,23 @@ async def read_body(request: web.Request) -> bytes:
         # aiohttp would otherwise try to read the rest and meet the same error without a handler.
         request.content.feed_eof()
         raise InvalidRequestError(f"the request body cannot be read: {error}") from error
+
+
+async def read_request(request: web.Request, kind: type[S]) -> S:
+    """The valid body as a record of type `kind`; unknown fields are noted.
+
+    Raises:
+        InvalidRequestError: not valid, or a known field that cannot be honoured.
+        web.HTTPException: see `read_body`.
+    """
+    state = request.app[STATE]
+    raw = await read_body(request)
+    if len(raw) <= _PARSED_AT_ONCE_BYTES:
+        body, unknown = parse_request(raw, kind)
+    else:
+        body, unknown = await state.in_text_pool(partial(parse_request, raw, kind))
+    state.note_unknown_fields(unknown)
+    return body
 
 
 @contextlib.asynccontextmanager

@@ -65,6 +65,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (),
     "return_tokens_as_token_ids": (),
     "spaces_between_special_tokens": (True,),
+    "store": (),
     "structural_tag": (),
     "structured_outputs": (),
     "suffix": (),
@@ -88,7 +89,6 @@ _WITHOUT_EFFECT = frozenset(
         "safety_identifier",
         "separate_reasoning",
         "service_tier",
-        "store",
         "stream_reasoning",
         "user",
     }
@@ -151,7 +151,8 @@ def convert(value: Any, kind: type[S]) -> S:
             missing = re.search(r"missing required field `(\w+)`", str(error))
             field = missing.group(1) if missing else None
             raise InvalidRequestError(str(error), param=field) from error
-        path = match.group(2)
+        # "[...]" stands for the value of some key.
+        path = match.group(2).removesuffix("[...]")
         raise InvalidRequestError(f"{path}: {match.group(1)}", param=path) from error
 
 
@@ -342,6 +343,13 @@ def _logit_bias(values: Mapping[str, float]) -> dict[int, float]:
             )
         biases[int(key)] = float(bias)
     return biases
+
+
+def num_prompts(request: CompletionRequest) -> int:
+    """How many prompts `completion_prompts` will give, at no cost."""
+    prompt = request.prompt
+    is_list = isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list))
+    return len(prompt) if is_list else 1
 
 
 def completion_prompts(request: CompletionRequest) -> list[str | list[int]]:

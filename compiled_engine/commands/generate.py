@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 import typing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.commands.defaults import default_sampling
@@ -65,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
     engine = open_engine(config, is_quiet=True)
     folder = engine.settings.folder
-    source = Path(config.tokenizer) if config.tokenizer else folder
-    tokenizer = Tokenizer.from_folder(source, trust_remote_code=config.trust_remote_code)
+    tokenizer = Tokenizer.from_folder(
+        engine.settings.tokenizer_folder, trust_remote_code=config.trust_remote_code
+    )
     params = SamplingParams(**(default_sampling(folder) | given))
     token_ids = _encode(tokenizer, prompt, system=args.system, is_raw=args.raw)
     request = Request(request_id=1, prompt_token_ids=token_ids, params=params)
@@ -144,7 +144,7 @@ def _print_answer(engine: Engine, tokenizer: Tokenizer, request: Request) -> Non
 
     def show(text: str) -> bool:
         # As on the server: text before `min_tokens` can hold no stop string.
-        if num_tokens < request.params.min_tokens:
+        if num_tokens <= request.params.min_tokens:
             _write(matcher.skip(text))
             return False
         result = matcher.push(text)

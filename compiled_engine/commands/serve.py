@@ -183,7 +183,14 @@ class _Session:
                     tokenizer_folder, trust_remote_code=self.engine_config.trust_remote_code
                 )
             )
-        except ConfigError as error:
+        except Exception as error:
+            # Whatever it is: nobody would ever be served, so the start must end and say why.
+            if not isinstance(error, ConfigError):
+                logger.exception("loading the tokenizer failed")
+                error = ConfigError(
+                    f"the tokenizer in {tokenizer_folder} cannot be loaded: {error}",
+                    param="tokenizer",
+                )
             self.failure = error
             signal.raise_signal(signal.SIGTERM)
             return

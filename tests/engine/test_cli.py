@@ -9,18 +9,21 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from compiled_engine import cli
 from compiled_engine.commands.defaults import default_sampling
 from compiled_engine.commands.flags import changed_fields, config_from_args, flags_of
+from compiled_engine.commands.generate import _print_answer
 from compiled_engine.commands.progress import PhaseProgress, split_detail, stderr_console
 from compiled_engine.commands.settings_table import print_settings
 from compiled_engine.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from compiled_engine.errors import ConfigError
 from compiled_engine.models import source
-from compiled_engine.request import SamplingParams
+from compiled_engine.request import Request, SamplingParams, TokenEvent
+from tests.helpers.fake_engine import ByteTokenizer
 from tests.helpers.tiny_model import write_tiny_model
 
 MAX_HELP_CPU_S = 0.5
@@ -279,7 +282,40 @@ def test_info_shows_versions_device_and_choices(tmp_path, capsys):
         assert title in out
 
 
-def test_generate_streams_an_answer_and_stops_at_a_stop_string(tmp_path, capsys):
+class _ScriptedLoop:
+    """Gives one token a step, then ends by length."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.left = list(token_ids)
+        self.has_work = True
+
+    def submit(self, request: Request) -> None:
+        self.request_id = request.request_id
+
+    def step(self) -> list[TokenEvent]:
+        token_id = self.left.pop(0)
+        self.has_work = bool(self.left)
+        reason = None if self.left else "length"
+        return [TokenEvent(self.request_id, [token_id], reason)]
+
+    def abort(self, request_id: int) -> None:
+        self.has_work = False
+
+    def drain(self) -> list[TokenEvent]:
+        return []
+
+
+@pytest.mark.parametrize(("min_tokens", "shown"), [(0, ""), (1, "ab"), (3, "abacx")])
+def test_generate_min_tokens_are_searched_for_no_stop_string(capsys, min_tokens, shown):
+    params = SamplingParams(stop=("a",), min_tokens=min_tokens)
+    request = Request(request_id=1, prompt_token_ids=[1], params=params)
+    engine = SimpleNamespace(loop=_ScriptedLoop(list(b"abacx")))
+    _print_answer(engine, ByteTokenizer(), request)
+    assert capsys.readouterr().out == f"{shown}\n"
+
+
+def test_generate_streams_an_answer_and_stops_at_a_stop_string(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     folder = write_tiny_model(tmp_path / "model")
     argv = ["generate", str(folder), "--prompt", "hello", "--enforce-eager", "--max-num-seqs", "1"]
     argv += ["--chunked-prefill-size", "32"]
@@ -287,7 +323,8 @@ def test_generate_streams_an_answer_and_stops_at_a_stop_string(tmp_path, capsys)
     argv += ["--cache-dir", str(tmp_path)]
     assert cli.main(argv) == 0
     first = capsys.readouterr()
-    assert cli.main([*argv, "--raw"]) == 0
+    # The tokenizer is found as the model is, not only as a plain path.
+    assert cli.main([*argv, "--raw", "--tokenizer", "~/model"]) == 0
     assert capsys.readouterr().out != first.out
     assert first.out.endswith("\n")
     assert len(first.out) > 1
@@ -305,3 +342,20 @@ def test_warmup_without_compiling_says_so(tmp_path, capsys):
     assert document["counters"]["num_inductor_compiles"] == 0
     assert all(piece["cache"] == "-" for piece in document["pieces"])
     assert "plan" in [piece["name"] for piece in document["pieces"]]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("drain_timeout_s", float("nan")),
+        ("drain_timeout_s", -1.0),
+        ("engine_timeout_s", -1.0),
+        ("engine_timeout_s", float("inf")),
+        ("served_model_name", ""),
+        ("api_key", ""),
+        ("port", 65536),
+    ],
+)
+def test_server_config_value_out_of_range_names_its_flag(field, value):
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} is"):
+        ServerConfig(**{field: value})

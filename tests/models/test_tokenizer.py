@@ -331,3 +331,20 @@ def test_chat_template_sources_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match="no valid Jinja"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", b"{% for %}"),
+        ("tokenizer_config.json", b'{"chat_template": [1]}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", b"\xff"),
+    ],
+)
+def test_unreadable_template_or_settings_are_a_config_error(tmp_path, name, content):
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError):
+        Tokenizer.from_folder(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 from compiled_engine.config import ServerConfig
 from compiled_engine.errors import ConfigError
 from compiled_engine.request import ModelLimits
+from compiled_engine.server import app as app_module
 from compiled_engine.server import sse
 from compiled_engine.server.app import (
     EXIT_ENGINE_DIED,
@@ -258,9 +259,25 @@ def test_serve_app_engine_death_answers_503_then_exits():
     assert _serve(_slow_engine(), body) == EXIT_ENGINE_DIED
 
 
+def test_connection_whose_request_never_arrives_is_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app_module, "_IDLE_TIMEOUT_S", 0.3)
+
+    async def body(server: Server):
+        port = int(server.url.rpartition(":")[2])
+        for head in (b"", b"GET /health HTTP/1.1\r\nHost"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head)
+            assert await asyncio.wait_for(reader.read(), 3.0) == b""
+            writer.close()
+            await writer.wait_closed()
+        signal.raise_signal(signal.SIGTERM)
+
+    assert _serve(FakeEngine(), body) == 0
+
+
 def test_bind_socket_taken_port_is_one_line():
+    # Taken at once, not only when the server starts: a second start must not load a model.
     sock = bind_socket("127.0.0.1", 0)
-    sock.listen()
     port = sock.getsockname()[1]
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}") as caught:
         bind_socket("127.0.0.1", port)

@@ -133,10 +133,12 @@ def test_stopped_process_counts_as_hung_and_may_come_back():
             await asyncio.wait_for(task, 2.5)
         assert client.dead_reason is not None
         assert not client.is_dead
+        assert client.status.step_age_s >= 0.6
         with pytest.raises(EngineUnavailableError):
             client.submit(_request(2))
         os.kill(process.pid, signal.SIGCONT)
         await eventually(lambda: client.is_ready)
+        assert client.status.step_age_s == 0.0
         assert await _read(client.submit(_request(3))) == [0, 1, 2, 3, 4]
 
     _with_client(body, timeout_s=0.6)

@@ -1,12 +1,15 @@
 """Hostile and odd bodies: each is refused with an OpenAI error that names the field."""
 
 import gzip
+import re
+import threading
 
 import msgspec
 import pytest
 
 from compiled_engine.config import ServerConfig
 from compiled_engine.errors import ConfigError, InvalidRequestError
+from compiled_engine.server import generation
 from compiled_engine.server.protocol import ChatRequest, CompletionRequest
 from compiled_engine.server.validation import (
     default_sampling_params,
@@ -46,6 +49,9 @@ def test_number_fields_wrong_values_are_refused_by_name():
     cases += [("seed", b"9223372036854775808"), ("seed", b'"1"'), ("priority", b"99999")]
     cases += [("min_tokens", b"17"), ("stop", b'["a",""]'), ("stop", b"5"), ("cache_salt", b"1")]
     cases += [("stop_token_ids", b"[258]"), ("stop_token_ids", b"[1.5]"), ("stream", b"1")]
+    # As ints these are beyond what a float can hold.
+    cases += [(f, b"9" * 400) for f in ("max_tokens", "min_tokens", "n", "seed", "top_k")]
+    cases += [(f, b"9" * 400) for f in ("priority", "temperature")]
     cases += [("logit_bias", v) for v in (b'{"99999999":5}', b'{"-1":5}', b'{"x":5}')]
     cases += [("logit_bias", v) for v in (b'{"5":1e9}', b'{"258":1}', b'{"5":true}', b"[]")]
     cases += [("stream_options", b'{"include_usage":true}'), ("stream_options", b"true")]
@@ -56,6 +62,7 @@ def test_number_fields_wrong_values_are_refused_by_name():
             status, answer = await server.post("/v1/completions", raw)
             param = _refusal(answer)
             assert (status, param.split("[")[0]) == (400, field), (field, value, answer)
+            assert "[...]" not in param
         assert server.engine.submitted == []
 
     with_server(body)
@@ -119,6 +126,26 @@ def test_completion_bad_prompt_is_named(prompt, param):
         status, answer = await server.post("/v1/completions", {"prompt": prompt})
         assert (status, _refusal(answer)) == (400, param)
         assert server.state.admission.num_requests == 0
+
+    with_server(body)
+
+
+def test_huge_bodies_are_parsed_in_a_text_thread(monkeypatch: pytest.MonkeyPatch):
+    names = []
+
+    def parse(raw, kind):
+        names.append(threading.current_thread().name.partition("_")[0])
+        return parse_request(raw, kind)
+
+    monkeypatch.setattr(generation, "parse_request", parse)
+
+    async def body(server: Server):
+        assert (await server.post("/v1/completions", {"prompt": "a"}))[0] == 200
+        many = b'{"prompt":[' + b"[5]," * 100_000 + b'["x"]]}'
+        status, answer = await server.post("/v1/completions", many)
+        # Refused by the number of prompts: the wrong one at the end was not looked for.
+        assert (status, _refusal(answer)) == (400, "n")
+        assert names == [threading.current_thread().name, "text"]
 
     with_server(body)
 
@@ -221,6 +248,7 @@ REFUSED = [
     ("reasoning_effort", "high"),
     ("prompt_logprobs", 0),
     ("logprobs", 0),
+    ("store", True),
 ]
 
 
@@ -249,7 +277,7 @@ NEUTRAL = {
     "guided_json": None,
     "user": "me",
     "metadata": {"a": "b"},
-    "store": True,
+    "store": False,
     "parallel_tool_calls": True,
     "service_tier": "auto",
 }
@@ -302,6 +330,11 @@ def test_max_completion_tokens_is_max_tokens():
         assert server.engine.submitted[0].params.max_tokens == 3
         status, answer = await server.post("/v1/chat/completions", {**request, "max_tokens": 4})
         assert (status, _refusal(answer)) == (400, "max_completion_tokens")
+        for value in (0, 10_000_000):
+            request = {"messages": USER, "max_completion_tokens": value}
+            status, answer = await server.post("/v1/chat/completions", request)
+            assert (status, _refusal(answer)) == (400, "max_completion_tokens")
+            assert not re.search(r"\bmax_tokens\b", answer["error"]["message"])
 
     with_server(body)
 
