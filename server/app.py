@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from compiled_engine.config import ServerConfig
@@ -252,6 +253,19 @@ class _Signals:
         self.received.append(number)
 
 
+def shorten_bad_http(record: logging.LogRecord) -> bool:
+    """Logs bytes that are no HTTP as one line: a port scan must not fill the log with traces."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg, record.args, record.exc_info = (
+            f"no HTTP: {' '.join(error.message.split())}",
+            (),
+            None,
+        )
+    return True
+
+
 async def serve_app(
     app: web.Application,
     sock: socket.socket,
@@ -274,6 +288,7 @@ async def serve_app(
     """
     loop = asyncio.get_running_loop()
     signals = _Signals()
+    logging.getLogger("aiohttp.server").addFilter(shorten_bad_http)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,

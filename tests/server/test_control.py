@@ -1,9 +1,13 @@
 """Routes that generate nothing, the API key, error shapes, metrics."""
 
+import asyncio
+import logging
+
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from compiled_engine.config import ServerConfig
+from compiled_engine.server.app import shorten_bad_http
 from compiled_engine.server.openapi import openapi_document
 from tests.helpers.fake_engine import ByteTokenizer, FakeEngine
 from tests.helpers.server_harness import MODEL, Server, with_server
@@ -190,3 +194,25 @@ def test_page_is_self_contained():
         assert "https://" not in text
 
     with_server(body)
+
+
+def test_bytes_that_are_no_http_are_logged_in_one_line(caplog):
+    logger = logging.getLogger("aiohttp.server")
+
+    async def body(server: Server):
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n")
+        assert b"400" in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+    logger.addFilter(shorten_bad_http)
+    try:
+        with_server(body)
+    finally:
+        logger.removeFilter(shorten_bad_http)
+    lines = [r for r in caplog.records if r.name == "aiohttp.server"]
+    assert len(lines) == 1
+    assert lines[0].exc_info is None
+    assert "Content-Length" in lines[0].getMessage()
