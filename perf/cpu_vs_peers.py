@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,11 @@ class Options:
 
 
 class Worker:
-    """A running `perf/worker.py`."""
+    """A running `perf/worker.py`, stopped with all its processes while it is not asked.
+
+    Some engines poll while they are idle; on a small machine that would slow the one whose turn it
+    is.
+    """
 
     def __init__(self, kind: str, model: Path, python: str) -> None:
         # Threads wait as each engine has them wait by itself: they stop spinning milliseconds after
@@ -70,8 +75,10 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            start_new_session=True,
         )
         self._read()
+        self._signal(signal.SIGSTOP)
 
     def __enter__(self) -> Worker:
         return self
@@ -83,6 +90,7 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
             self._process.wait(30)
@@ -102,8 +110,14 @@ class Worker:
     def _ask(self, batch_size: int, output_len: int) -> dict[str, float]:
         task = {"batch_size": batch_size, "input_len": INPUT_LEN, "output_len": output_len}
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         print(json.dumps(task), file=self._process.stdin, flush=True)
-        return self._read()
+        answer = self._read()
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
