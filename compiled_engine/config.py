@@ -163,7 +163,10 @@ def config_from_json(text: str) -> EngineConfig:
 
 def _check(flag: str, value: float | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
-        raise ConfigError(f"{flag} is {value}; allowed is {low} to {high}", param=flag[2:].replace("-", "_"))
+        raise ConfigError(
+            f"{flag} is {value}; allowed is {low} to {high}",
+            param=flag[2:].replace("-", "_"),
+        )
 
 
 def _check_choice(flag: str, value: str, choices: Any) -> None:
