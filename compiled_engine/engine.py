@@ -5,7 +5,6 @@ Used by the engine process and by `LLM`. Reports what it does through `progress`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from compiled_engine.sampler import MAX_EOS_TOKEN_IDS, build_param_inbox
 from compiled_engine.scheduler.inbox import InboxBuilder
 from compiled_engine.scheduler.state import SchedulerShape
 from compiled_engine.step import StepExecutor
-from compiled_engine.tokenizer import Tokenizer
+from compiled_engine.tokenizer import Tokenizer, has_tokenizer
 
 # (phase, label, done, total); phase is "loading" or "compiling"
 BuildProgress = Callable[[str, str, int, int], None]
@@ -284,7 +283,7 @@ def _vocabulary(
     The model's own count and ids alone where the folder has no tokenizer.
     """
     vocab_size, ends = model_config.vocab_size, model_config.eos_token_ids
-    if os.path.exists(folder / "tokenizer.json"):
+    if has_tokenizer(folder):
         tokenizer = Tokenizer.from_folder(folder, trust_remote_code=config.trust_remote_code)
         vocab_size = min(tokenizer.vocab_size, vocab_size)
         ends = tuple(dict.fromkeys((*ends, *tokenizer.eos_token_ids)))

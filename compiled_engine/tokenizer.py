@@ -29,6 +29,10 @@ _SPECIAL_TOKEN_NAMES = (
 )
 
 
+# What transformers can convert where there is no tokenizer.json.
+_OLDER_FORMS = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
+
+
 class Tokenizer:
     """The tokenizer of one model; immutable and safe to use from several threads.
 
@@ -162,6 +166,11 @@ def _refuse_lone_surrogate(text: str) -> None:
         ) from error
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `folder` holds a tokenizer in any form that `Tokenizer.from_folder` reads."""
+    return any((folder / name).exists() for name in ("tokenizer.json", *_OLDER_FORMS))
+
+
 def _load_backend(folder: Path, *, trust_remote_code: bool) -> BackendTokenizer:
     path = folder / "tokenizer.json"
     if path.exists():
@@ -169,8 +178,7 @@ def _load_backend(folder: Path, *, trust_remote_code: bool) -> BackendTokenizer:
             return BackendTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"{path} cannot be read: {error}", param="tokenizer") from error
-    names = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
-    if not any((folder / name).exists() for name in names):
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"{folder} holds no tokenizer: expected tokenizer.json or tokenizer.model; "
             "--tokenizer names another folder",

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from compiled_engine.errors import ConfigError, InvalidRequestError
-from compiled_engine.tokenizer import Tokenizer
+from compiled_engine.tokenizer import Tokenizer, has_tokenizer
 from tests.helpers.tiny_model import write_tiny_model, write_tiny_tokenizer
 
 TEXTS = [
@@ -348,3 +348,12 @@ def test_unreadable_template_or_settings_are_a_config_error(tmp_path, name, cont
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_has_tokenizer_knows_every_form(tmp_path: Path) -> None:
+    assert not has_tokenizer(tmp_path)
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        (folder / name).touch()
+        assert has_tokenizer(folder)
