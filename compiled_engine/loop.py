@@ -25,7 +25,7 @@ from compiled_engine.outbox import (
     HostRecord,
 )
 from compiled_engine.request import FinishReason, ModelLimits, Request, TokenEvent
-from compiled_engine.sampler import MAX_STOP_IDS, Variant, build_param_inbox, variant_of
+from compiled_engine.sampler import Variant, build_param_inbox, variant_of
 from compiled_engine.scheduler.advance import (
     COUNT_CACHED_PAGES,
     COUNT_ERRORS,
@@ -96,6 +96,7 @@ class StepLoop:
         self.is_overlapped = is_overlapped
         self.stats = LoopStats(num_pages_free=executor.shape.num_pages - 1)
         self.inbox = InboxBuilder(executor.shape)
+        self._no_params = build_param_inbox(executor.shape, [])  # most steps submit nothing
         self._random = random.Random(seed)
         self._queue: deque[Request] = deque()
         self._free_rows = list(range(executor.shape.max_rows - 1, -1, -1))
@@ -177,7 +178,9 @@ class StepLoop:
         inbox, applied = self.inbox.take()
         submitted = [self._seats[entry.row] for entry in applied if isinstance(entry, SubmitEntry)]
         entries = [(s.row, s.request.params, s.seed, s.stop_ids) for s in submitted]
-        param_inbox = build_param_inbox(self.executor.shape, entries)
+        param_inbox = (
+            build_param_inbox(self.executor.shape, entries) if entries else self._no_params
+        )
         variant = max((s.variant for s in self._seats.values()), default=Variant.GREEDY)
         num_tokens = self._choose_num_tokens()
         self.executor.launch(inbox, param_inbox, num_tokens, variant)
@@ -209,7 +212,7 @@ class StepLoop:
             row=row,
             gen=self._gens[row],
             max_len=len(prompt) + max_new,
-            stop_ids=stop_ids[:MAX_STOP_IDS],
+            stop_ids=stop_ids,
             seed=seed,
             variant=variant_of(params),
         )

@@ -19,7 +19,6 @@ import torch
 from compiled_engine.passes.pattern import Graph, Node, calls, copy_meta
 
 NAME = "fuse_add_rms_norm"
-OUTPUT_OP = "add_rms_norm"
 
 
 def apply(graph: Graph) -> int:

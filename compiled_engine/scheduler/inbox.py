@@ -8,7 +8,7 @@ that brings its last piece. Entries of one step take effect in the order submits
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,15 +23,12 @@ from compiled_engine.scheduler.state import (
     ERROR_MASK_WITHOUT_GRAMMAR,
     ERROR_SUBMIT_TO_USED_ROW,
     FREE,
-    PREFILL,
     RETRACTED,
     WAITING,
     SchedulerShape,
     SchedulerState,
 )
 from compiled_engine.scheduler.token_store import pop_token_pages
-
-LIVE_STATES = (WAITING, PREFILL, DECODE, BLOCKED, RETRACTED)
 
 
 class Inbox(NamedTuple):
@@ -96,11 +93,6 @@ class InboxBuilder:
         """Nothing waits to be handed out."""
         return not (self._submits or self._aborts or self._masks)
 
-    @property
-    def num_pending_submits(self) -> int:
-        """Submits that have not taken effect yet."""
-        return len(self._submits)
-
     def submit(
         self,
         *,
@@ -133,16 +125,7 @@ class InboxBuilder:
             if entry.row == row and entry.gen == gen:
                 sent = self._num_pieces_sent * self.shape.token_page_size if place == 0 else 0
                 cut = entry.prompt[: max(sent, 1)]
-                self._submits[place] = SubmitEntry(
-                    row=row,
-                    gen=gen,
-                    arrival=entry.arrival,
-                    priority=entry.priority,
-                    salt=entry.salt,
-                    prompt=cut,
-                    max_len=entry.max_len,
-                    grammar=entry.grammar,
-                )
+                self._submits[place] = replace(entry, prompt=cut)
         self._aborts.append(AbortEntry(row=row, gen=gen))
 
     def mask(self, row: int, gen: int, position: int) -> None:
