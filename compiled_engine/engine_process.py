@@ -21,11 +21,12 @@ import zmq
 
 from compiled_engine.config import EngineConfig, LoadFormat, config_from_json
 from compiled_engine.device import device_note
-from compiled_engine.engine import BuildProgress, Engine, build_engine, find_model
+from compiled_engine.engine import Engine, build_engine
 from compiled_engine.errors import ConfigError, InvalidRequestError
 from compiled_engine.ipc import STATUS_INTERVAL_S, ClientFrame, EngineFrame, EngineStatus
 from compiled_engine.models.source import resolve_model
 from compiled_engine.request import Request, TokenEvent, validate_request
+from compiled_engine.settings import BuildProgress, find_model
 
 EXIT_STOPPED, EXIT_CONFIG, EXIT_FAILED, EXIT_ORPHANED = 0, 2, 4, 5
 IDLE_WAIT_MS = 100
@@ -111,6 +112,8 @@ class EngineServer:
         status.phase = "ready"
         status.phase_detail = ""
         status.limits = self.engine.limits
+        if self.engine.memory is not None:
+            status.memory = dict(self.engine.memory.rows())
         self._update_status()
         self.channel.send(EngineFrame())
         while not self._is_stopping:

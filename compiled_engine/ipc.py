@@ -25,7 +25,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     Totals only grow. Gauges are as of the newest step record read back from the device.
     `step_age_s` is the age of the last finished step while work exists, else 0. While it loads,
     `phase_detail` is "label (done/total)". `device_note` says where it runs, if that may surprise.
-    The folders are empty until the engine has found them.
+    The folders are empty until the engine has found them. `memory` says where a GPU's memory went,
+    by name in bytes; empty on a CPU.
     """
 
     phase: Phase = "loading"
@@ -47,6 +48,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     device_note: str = ""
     model_folder: str = ""
     tokenizer_folder: str = ""
+    memory: dict[str, int] = {}
     limits: ModelLimits | None = None
 
 

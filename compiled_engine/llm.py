@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine import BuildProgress, Engine, build_engine
+from compiled_engine.engine import Engine, build_engine
 from compiled_engine.errors import InvalidRequestError
 from compiled_engine.models.source import DEFAULT_MODEL
 from compiled_engine.request import (
@@ -24,6 +24,8 @@ from compiled_engine.request import (
     TokenEvent,
     validate_request,
 )
+from compiled_engine.scheduler.prefix import forget_all
+from compiled_engine.settings import BuildProgress
 from compiled_engine.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -116,6 +118,21 @@ class LLM:
         prompt = self.tokenizer.apply_chat_template(messages)
         token_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
         return self.generate([token_ids], sampling_params)[0]
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix: the next prompts are computed from their first token on.
+
+        Only between calls of `generate`, as everything here: no request may be running.
+
+        Raises:
+            InvalidRequestError: requests are running.
+        """
+        loop = self.engine.loop
+        if loop.has_work:
+            raise InvalidRequestError("requests are running: the prefix cache is in use")
+        # Whatever was launched for the last of them must not publish behind our back.
+        loop.drain()
+        forget_all(loop.executor.state.groups[0])
 
     def close(self) -> None:
         """Frees the model and its caches; may be called twice. Nothing else works afterwards."""

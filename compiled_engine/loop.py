@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from compiled_engine.outbox import (
-    COLUMN_CACHED,
     COLUMN_FLAGS,
     COLUMN_GEN,
-    COLUMN_TOKEN,
     FLAG_EMITTED,
     FLAG_FINISHED,
     FLAG_FREE,
     HostRecord,
+    RingOutbox,
 )
 from compiled_engine.request import FinishReason, ModelLimits, Request, TokenEvent
 from compiled_engine.sampler import Variant, build_param_inbox, variant_of
 from compiled_engine.scheduler.advance import (
     COUNT_CACHED_PAGES,
+    COUNT_DECODE_ROWS,
     COUNT_ERRORS,
     COUNT_FREE_PAGES,
     COUNT_RESIDENT_ROWS,
@@ -37,7 +39,11 @@ from compiled_engine.scheduler.advance import (
     COUNT_WANTED_TOKENS,
 )
 from compiled_engine.scheduler.inbox import InboxBuilder, SubmitEntry
-from compiled_engine.step import StepExecutor
+from compiled_engine.step import StepExecutor, StepKey
+from compiled_engine.step_times import StepTimes
+
+# Steps of one loop on the device at most: how long a new request can wait for its end.
+LOOP_STEPS = 32
 
 
 @dataclass
@@ -51,8 +57,17 @@ class _Seat:
     stop_ids: tuple[int, ...]
     seed: int
     variant: Variant
+    num_prompt: int
     num_tokens: int = 0  # generated
     is_over: bool = False  # finished or aborted: no more events
+
+
+class _Launched(NamedTuple):
+    """A step that was launched and whose record was not read yet."""
+
+    key: StepKey
+    num_prompt_places: int
+    at: float  # seconds, host clock
 
 
 @dataclass
@@ -79,6 +94,8 @@ class StepLoop:
         eos_token_ids: end a row unless it ignores them.
         seed: seeds of requests without one come from here.
         is_overlapped: use `overlap_loop`.
+        step_times: limits the time of mixed steps; None does not.
+        loops_on_device: use `device_loop`.
     """
 
     def __init__(
@@ -89,6 +106,8 @@ class StepLoop:
         eos_token_ids: tuple[int, ...],
         seed: int,
         is_overlapped: bool,
+        step_times: StepTimes | None = None,
+        loops_on_device: bool = False,
     ) -> None:
         self.executor = executor
         self.limits = limits
@@ -101,12 +120,19 @@ class StepLoop:
         self._queue: deque[Request] = deque()
         self._free_rows = list(range(executor.shape.max_rows - 1, -1, -1))
         self._gens = [0] * executor.shape.max_rows
+        self._seat_gens = np.zeros(executor.shape.max_rows, np.int64)  # by row, 0 = no seat
         self._seats: dict[int, _Seat] = {}  # by row
+        self._num_live = 0  # seats whose request is not over
+        self._num_by_variant = [0] * len(Variant)  # seats
         self._seat_of: dict[int, _Seat] = {}  # by request id
         self._unstarted: dict[int, int] = {}  # row -> prompt tokens, until its first token
         self._arrival = 0
         self._newest: HostRecord | None = None
-        self._unread: deque[int] = deque()  # places for prompts, by step launched and not read
+        self._unread: deque[_Launched] = deque()  # steps launched and not read
+        self._step_times = step_times
+        self._loops_on_device = loops_on_device
+        self._read_at = 0.0
+        self._is_looping = False
 
     # --- requests -------------------------------------------------------------------------
 
@@ -120,7 +146,7 @@ class StepLoop:
         if seat is None:
             self._queue = deque(r for r in self._queue if r.request_id != request_id)
         elif not seat.is_over:
-            seat.is_over = True
+            self._end(seat)
             self.inbox.abort(seat.row, seat.gen)
 
     @property
@@ -139,10 +165,6 @@ class StepLoop:
         return len(self._queue) + self._num_waiting_rows
 
     @property
-    def _num_live(self) -> int:
-        return sum(not seat.is_over for seat in self._seats.values())
-
-    @property
     def _num_waiting_rows(self) -> int:
         if self._newest is None:
             return 0
@@ -152,6 +174,8 @@ class StepLoop:
 
     def step(self) -> list[TokenEvent]:
         """Launches one step and returns the events of what was read back."""
+        if self._loops_on_device:
+            return self.device_loop()
         return self.overlap_loop() if self.is_overlapped else self.normal_loop()
 
     def normal_loop(self) -> list[TokenEvent]:
@@ -164,12 +188,55 @@ class StepLoop:
         self._launch()
         return self._read() if self.executor.outbox.num_unread > 1 else []
 
+    def device_loop(self) -> list[TokenEvent]:
+        """Lets the device repeat steady decode steps; else as `overlap_loop`."""
+        if self._is_looping:
+            events = self._read_loop()
+            if events is not None:
+                return events
+        if not self._is_steady():
+            return self.overlap_loop()
+        if self.executor.outbox.num_unread:
+            return self._read()  # a loop starts with nothing unread
+        variant = next((v for v in reversed(Variant) if self._num_by_variant[v]), Variant.GREEDY)
+        key = self.executor.key_of(self._num_live, variant, is_mixed=False)
+        self.executor.launch_loop(key, max_steps=LOOP_STEPS, has_waiting=self.num_waiting > 0)
+        self._is_looping = True
+        return []
+
     def drain(self) -> list[TokenEvent]:
         """Reads every record still unread, without launching."""
         events: list[TokenEvent] = []
         while self.executor.outbox.num_unread:
-            events.extend(self._read())
+            if self._is_looping:
+                events.extend(self._read_loop() or [])
+            else:
+                events.extend(self._read())
         return events
+
+    def _is_steady(self) -> bool:
+        """All that runs is decoding, and the host has nothing to hand to the device."""
+        if self._newest is None or not self._num_live or not self.inbox.is_empty:
+            return False
+        counts = self._newest.counts
+        is_decoding = counts[COUNT_DECODE_ROWS] == counts[COUNT_RESIDENT_ROWS] > 0
+        num_waiting = int(counts[COUNT_WAITING_ROWS])
+        can_seat = bool(self._queue and self._free_rows)
+        return bool(is_decoding) and len(self._unstarted) == num_waiting and not can_seat
+
+    def _read_loop(self) -> list[TokenEvent] | None:
+        """Events of the running loop's next record; None once it has ended."""
+        executor = self.executor
+        assert isinstance(executor.outbox, RingOutbox)
+        assert executor.loop_control is not None
+        if not self.inbox.is_empty or (self._queue and self._free_rows):
+            executor.loop_control.interrupt()
+        record = executor.outbox.read_loop()
+        if record is None:
+            self._is_looping = False
+            return None
+        self.stats.num_steps += 1
+        return self._take_record(record)
 
     # --- launch ---------------------------------------------------------------------------
 
@@ -181,10 +248,11 @@ class StepLoop:
         param_inbox = (
             build_param_inbox(self.executor.shape, entries) if entries else self._no_params
         )
-        variant = max((s.variant for s in self._seats.values()), default=Variant.GREEDY)
-        num_tokens = self._choose_num_tokens()
-        self.executor.launch(inbox, param_inbox, num_tokens, variant)
-        self._unread.append(max(0, num_tokens - len(self._seats)))
+        variant = next((v for v in reversed(Variant) if self._num_by_variant[v]), Variant.GREEDY)
+        key = self._choose_step(variant)
+        self.executor.launch(inbox, param_inbox, key)
+        spare = max(0, key.num_tokens - self._num_live)
+        self._unread.append(_Launched(key, spare, time.perf_counter()))
         self.stats.num_steps += 1
 
     def _seat_requests(self) -> None:
@@ -215,8 +283,12 @@ class StepLoop:
             stop_ids=stop_ids,
             seed=seed,
             variant=variant_of(params),
+            num_prompt=len(prompt),
         )
         self._seats[row] = seat
+        self._seat_gens[row] = seat.gen
+        self._num_live += 1
+        self._num_by_variant[seat.variant] += 1
         self._seat_of[request.request_id] = seat
         self._unstarted[row] = len(prompt)
         self.inbox.submit(
@@ -229,79 +301,105 @@ class StepLoop:
             max_len=seat.max_len,
         )
 
-    def _choose_num_tokens(self) -> int:
-        """The step's budget: a bucket for what the device could use, from numbers one step old.
+    def _choose_step(self, variant: Variant) -> StepKey:
+        """The step to launch: places for what the device could use, from numbers one step old.
 
-        Whatever is chosen, the device's plan is right. Too small delays, too large pads: resident
-        rows get a place each, unserved prompts what they still want, waiting prompts their length.
+        Whatever is chosen, the device's plan is right. Too small delays, too large pads: rows that
+        run get a place each, unserved prompts what they still want, waiting prompts their length.
         """
-        if self.executor.reads_plans:
-            return self.executor.buckets[-1]
-        wanted = len(self._seats)
+        executor = self.executor
+        if executor.reads_plans:
+            return executor.key_of(executor.buckets[-1], variant, is_mixed=True)
+        wanted, resident, num_waiting = self._num_live, 0, 0
         if self._newest is not None:
             counts = self._newest.counts
             wanted += int(counts[COUNT_WANTED_TOKENS] - counts[COUNT_STEP_TOKENS])
             resident = int(counts[COUNT_RESIDENT_ROWS])
-        else:
-            resident = 0
-        num_waiting = len(self._unstarted) if resident < len(self._seats) else 0
-        if num_waiting:
+            num_waiting = int(counts[COUNT_WAITING_ROWS])
+        if self._unstarted and resident < len(self._seats):
             wanted += sum(self._unstarted.values())
         # Steps launched and not read yet have served part of that already.
-        wanted = max(len(self._seats), wanted - sum(self._unread))
-        return self.executor.bucket_of(wanted)
+        wanted = max(self._num_live, wanted - sum(step.num_prompt_places for step in self._unread))
+        is_mixed = bool(self._unstarted or num_waiting)
+        if is_mixed and self._step_times is not None and self._num_live > len(self._unstarted):
+            most = self._step_times.most_tokens(self._context())
+            wanted = min(wanted, max(most, self._num_live))
+        return executor.key_of(wanted, variant, is_mixed=is_mixed)
+
+    def _context(self) -> int:
+        """Tokens in front of the prompt chunks that are computed now, at most."""
+        longest = max(self._unstarted.values(), default=0)
+        if self._newest is None:
+            return longest
+        counts = self._newest.counts
+        return max(0, longest - int(counts[COUNT_WANTED_TOKENS] - counts[COUNT_STEP_TOKENS]))
 
     # --- read -----------------------------------------------------------------------------
 
     def _read(self) -> list[TokenEvent]:
         record = self.executor.outbox.read()
-        self._unread.popleft()
+        self._note_time(self._unread.popleft())
+        return self._take_record(record)
+
+    def _take_record(self, record: HostRecord) -> list[TokenEvent]:
         self._newest = record
-        counts, stats = record.counts, self.stats
-        stats.num_retractions = int(counts[COUNT_RETRACTIONS])
-        stats.num_scheduler_errors = int(counts[COUNT_ERRORS])
-        stats.num_pages_cached = int(counts[COUNT_CACHED_PAGES])
-        stats.num_pages_free = int(counts[COUNT_FREE_PAGES]) - stats.num_pages_cached
-        stats.num_pages_active = self.executor.shape.num_pages - 1 - int(counts[COUNT_FREE_PAGES])
+        self._count(record)
+        rows = record.rows[:-1]
+        # Rows whose generation differs have not seen their submit yet.
+        is_news = (rows[:, COLUMN_FLAGS] & (FLAG_EMITTED | FLAG_FREE)) != 0
+        news = np.nonzero(is_news & (rows[:, COLUMN_GEN] == self._seat_gens))[0]
         events = []
-        for row, seat in list(self._seats.items()):
-            columns = record.rows[row]
-            if columns[COLUMN_GEN] != seat.gen:
-                continue  # the submit has not reached the device
-            event = self._event_of(seat, columns)
-            if event is not None:
-                events.append(event)
-            if columns[COLUMN_FLAGS] & FLAG_FREE:
+        for row, (_, flags, cached, token) in zip(news.tolist(), rows[news].tolist(), strict=True):
+            seat = self._seats.get(row)
+            if seat is None:
+                continue
+            if flags & FLAG_EMITTED and not seat.is_over:
+                events.append(self._event_of(seat, flags, cached, token))
+            if flags & FLAG_FREE:
                 self._leave(seat)
         return events
 
-    def _event_of(self, seat: _Seat, columns: np.ndarray) -> TokenEvent | None:
-        flags = int(columns[COLUMN_FLAGS])
-        if seat.is_over or not flags & FLAG_EMITTED:
-            return None
-        token = int(columns[COLUMN_TOKEN])
-        cached = int(columns[COLUMN_CACHED])
+    def _note_time(self, launched: _Launched) -> None:
+        """Learns what a step took, where the device had no pause before it."""
+        now, before = time.perf_counter(), self._read_at
+        self._read_at = now
+        if self._step_times is not None and launched.key.is_mixed and launched.at < before:
+            self._step_times.learn(launched.key.num_tokens, self._context(), now - before)
+
+    def _count(self, record: HostRecord) -> None:
+        counts, stats = record.counts, self.stats
+        free, cached = int(counts[COUNT_FREE_PAGES]), int(counts[COUNT_CACHED_PAGES])
+        stats.num_retractions = int(counts[COUNT_RETRACTIONS])
+        stats.num_scheduler_errors = int(counts[COUNT_ERRORS])
+        stats.num_pages_cached = cached
+        stats.num_pages_free = free - cached
+        stats.num_pages_active = self.executor.shape.num_pages - 1 - free
+
+    def _event_of(self, seat: _Seat, flags: int, cached: int, token: int) -> TokenEvent:
+        stats = self.stats
         if seat.num_tokens == 0:
             self._unstarted.pop(seat.row, None)
-            self.stats.num_prompt_tokens += len(seat.request.prompt_token_ids)
-            self.stats.num_cached_tokens += cached
+            stats.num_prompt_tokens += seat.num_prompt
+            stats.num_cached_tokens += cached
         seat.num_tokens += 1
-        self.stats.num_generated_tokens += 1
+        stats.num_generated_tokens += 1
         finish_reason: FinishReason | None = None
         if flags & FLAG_FINISHED:
-            seat.is_over = True
+            self._end(seat)
             finish_reason = "stop" if token in seat.stop_ids else "length"
-        return TokenEvent(
-            request_id=seat.request.request_id,
-            token_ids=[token],
-            finish_reason=finish_reason,
-            num_cached_tokens=cached,
-        )
+        return TokenEvent(seat.request.request_id, [token], finish_reason, cached)
+
+    def _end(self, seat: _Seat) -> None:
+        """No more events for the seat's request."""
+        seat.is_over = True
+        self._num_live -= 1
+        self._unstarted.pop(seat.row, None)
 
     def _leave(self, seat: _Seat) -> None:
         assert seat.is_over, f"row {seat.row} is free while its request runs"
         del self._seats[seat.row]
-        self._unstarted.pop(seat.row, None)
+        self._seat_gens[seat.row] = 0
+        self._num_by_variant[seat.variant] -= 1
         self._seat_of.pop(seat.request.request_id, None)
         self._free_rows.append(seat.row)
 

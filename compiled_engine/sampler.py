@@ -1,8 +1,7 @@
 """Logits and row parameters to tokens: pure, vectorised over rows, random by (seed, position) only.
 
-Sampling adds Gumbel noise to the kept logits and takes the maximum. The noise of a token is a hash
-of (seed, position, token id), so a row's result never depends on its neighbours, on the batch or on
-a generator's state. Three variants, each a superset of the one before: GREEDY, SAMPLED, FULL (with
+Owns the parameters by row, penalties and variants; the draw itself is the op `sample_rows`. Three
+variants, each a superset of the one before: GREEDY, SAMPLED, FULL (with
 penalties, bias and min_tokens); the host picks the smallest that serves every row it has submitted.
 """
 
@@ -15,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops import sampling_threshold
+from compiled_engine.custom_ops.sampling import sample_rows_reference
 from compiled_engine.request import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingParams
-from compiled_engine.scheduler.keys import mix
 from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
 
 MAX_EOS_TOKEN_IDS = 16
@@ -141,48 +139,27 @@ def sample(
         vocab_size: real token ids.
         variant: what to honour; see the module docstring.
     """
-    rows = seq_rows.long()
-    stop_ids = params.stop_ids[rows]  # [S, MAX_STOP_IDS]
-    scores = logits[:, :vocab_size].float()
+    scores = logits
     if variant == Variant.FULL:
-        scores = _penalise(shape, state, params, scores, rows)
-    chosen = scores.argmax(-1)
-    if variant != Variant.GREEDY:
-        drawn = _draw(state, params, scores, rows)
-        is_greedy = params.floats[rows, TEMPERATURE] == 0.0
-        chosen = torch.where(is_greedy, chosen, drawn)
-    is_stop = (stop_ids == chosen[:, None]).any(1)
-    all_rows = shape.max_rows + 1
-    tokens = torch.zeros(all_rows, dtype=torch.int32, device=logits.device)
-    stops = torch.zeros(all_rows, dtype=torch.bool, device=logits.device)
-    tokens = tokens.index_put((rows,), chosen.int())
-    stops = stops.index_put((rows,), is_stop)
-    return Sampled(tokens[:, None], stops[:, None])
-
-
-def _draw(state: SchedulerState, params: RowParams, scores: Tensor, rows: Tensor) -> Tensor:
-    """Gumbel maximum over the logits that top-k, top-p and min-p keep: [S] i64."""
-    floats = params.floats[rows]
-    temperature = floats[:, TEMPERATURE]
-    # Below a millionth the division could overflow; the best token has won long before.
-    temperature = torch.where(temperature == 0.0, 1.0, temperature.clamp_min(1e-6))
-    scaled = scores / temperature[:, None]
-    # Lowest to highest finite: a bias of minus infinity must not become a NaN in exp.
-    scaled = scaled.clamp_min(-1e30)
-    cut = sampling_threshold(scaled, params.top_k[rows], floats[:, TOP_P], floats[:, MIN_P])
-    noise = gumbel_noise(params.seed[rows], state.num_tokens[rows], scores.shape[1])
-    kept = torch.where(scaled >= cut[:, None], scaled + noise, float("-inf"))
-    return kept.argmax(-1)
-
-
-def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [S, vocab] fp32, a function of (seed, position, token id) only."""
-    row_key = mix(mix(seed) + position.long())
-    token = torch.arange(vocab_size, dtype=torch.int64, device=seed.device)
-    # 23 random bits: with half added they are exact in fp32, so 0 < uniform < 1.
-    bits = mix(row_key[:, None] + token) & 0x7FFFFF
-    uniform = (bits.float() + 0.5) * (1.0 / (1 << 23))
-    return -torch.log(-torch.log(uniform))
+        scores = logits[:, :vocab_size].float()
+        scores = _penalise(shape, state, params, scores, seq_rows.long())
+    # On a GPU the op, two kernels; on a CPU its body, so that the compiler sees into it.
+    sample_rows = torch.ops.ce.sample_rows.default if logits.is_cuda else sample_rows_reference
+    floats = params.floats
+    tokens, is_stop = sample_rows(
+        scores,
+        floats[:, TEMPERATURE],
+        params.top_k,
+        floats[:, TOP_P],
+        floats[:, MIN_P],
+        params.seed,
+        state.num_tokens,
+        seq_rows,
+        params.stop_ids,
+        vocab_size,
+        variant == Variant.GREEDY,
+    )
+    return Sampled(tokens, is_stop)
 
 
 def _penalise(

@@ -1,116 +1,50 @@
 """One step on the device: plan, model, sample, advance, outbox record.
 
-Owns the state, the caches and the compiled pieces; knows nothing of requests. Every piece is a pure
-function of its arguments but for the tensors it says it mutates, and every piece has its plain
-twin: the same function, not compiled.
+Owns the state and the caches, and knows nothing of requests. On a GPU a step is one CUDA graph of
+its size; `--cudagraph-mode none` launches the same functions one by one, which is the plain twin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from compiled_engine.compile.device_loop import DeviceLoop, LoopControl
 from compiled_engine.compile.driver import CompileDriver
-from compiled_engine.compile.torch_compat import mark_any_size, mark_dynamic
+from compiled_engine.compile.graphs import StepGraphs
+from compiled_engine.compile.torch_compat import mark_any_size
 from compiled_engine.custom_ops import LayerCache, PagedContext
-from compiled_engine.layout import StepInputs, layout_places
 from compiled_engine.models import CausalLM
-from compiled_engine.models.layers import DecoderLayer, Rotary
-from compiled_engine.outbox import Outbox, pack
-from compiled_engine.sampler import (
-    ParamInbox,
-    RowParams,
-    Sampled,
-    Variant,
-    apply_params,
-    new_row_params,
-    sample,
+from compiled_engine.outbox import (
+    MIN_FREE_RECORDS,
+    RING_RECORDS,
+    Outbox,
+    RecordQueue,
+    RingOutbox,
 )
-from compiled_engine.scheduler.advance import advance
+from compiled_engine.passes import decode_attention
+from compiled_engine.pieces import LayerVersion, StepPieces
+from compiled_engine.sampler import ParamInbox, Sampled, Variant, new_row_params
 from compiled_engine.scheduler.inbox import Inbox
-from compiled_engine.scheduler.plan import Plan, plan
-from compiled_engine.scheduler.state import SchedulerShape, SchedulerState, new_state
+from compiled_engine.scheduler.plan import Plan
+from compiled_engine.scheduler.state import new_state
+from compiled_engine.upload import DeviceInbox
 
 
-class StepPieces:
-    """The functions of a step, compiled or not.
+class StepKey(NamedTuple):
+    """What tells one captured step from another.
 
-    Args:
-        model: on its device, evaluated only.
-        shape: static sizes of the scheduler.
-        vocab_size: real token ids.
-        driver: compiles, or hands the functions back.
+    A decode step (`is_mixed` false) is right for any plan too: the device decides what runs, the
+    host only what it is fastest for.
     """
 
-    def __init__(
-        self, model: CausalLM, shape: SchedulerShape, vocab_size: int, driver: CompileDriver
-    ) -> None:
-        self.shape = shape
-
-        def begin(
-            state: SchedulerState,
-            params: RowParams,
-            inbox: Inbox,
-            param_inbox: ParamInbox,
-            budget: Tensor,
-        ) -> Plan:
-            apply_params(params, param_inbox)
-            return plan(shape, state, inbox, budget)
-
-        def embed(
-            state: SchedulerState, step_plan: Plan, token: Tensor
-        ) -> tuple[StepInputs, Tensor, Tensor, Rotary]:
-            inputs = layout_places(shape, state, step_plan, token)
-            return inputs, *model.embed(inputs.token_ids, inputs.positions)
-
-        def layer(
-            module: DecoderLayer,
-            cache: LayerCache,
-            rotary: Rotary,
-            ctx: PagedContext,
-            hidden: Tensor,
-            residual: Tensor,
-        ) -> tuple[Tensor, Tensor]:
-            return module(hidden, residual, rotary, cache, ctx)
-
-        def head(hidden: Tensor, residual: Tensor) -> Tensor:
-            torch._check(hidden.shape[0] == residual.shape[0])
-            return model.head(hidden, residual)
-
-        def end(state: SchedulerState, step_plan: Plan, sampled: Sampled) -> tuple[Tensor, Tensor]:
-            count = step_plan.emit.int()
-            record = advance(shape, state, step_plan, sampled.tokens, count, sampled.is_stop)
-            return pack(record)
-
-        self.begin = driver.compile(begin, "begin")
-        self.embed = driver.compile(embed, "embed")
-        self.head = driver.compile(head, "head")
-        self.end = driver.compile(end, "end")
-        self._layer_one = driver.compile_direct(layer, "layer_one", num_static=2, num_shared=2)
-        self._layer_many = driver.compile_direct(layer, "layer_many", num_static=2, num_shared=2)
-        self.sample = {
-            variant: driver.compile(self._sampler(variant, vocab_size), f"sample_{variant.name}")
-            for variant in Variant
-        }
-
-    def _sampler(self, variant: Variant, vocab_size: int) -> Callable[..., Sampled]:
-        shape = self.shape
-
-        def sample_rows(
-            state: SchedulerState, params: RowParams, logits: Tensor, seq_rows: Tensor
-        ) -> Sampled:
-            # One version serves any number of rows: the compiler must know the two sizes are one.
-            torch._check(logits.shape[0] == seq_rows.shape[0])
-            return sample(shape, state, params, logits, seq_rows, vocab_size, variant)
-
-        return sample_rows
-
-    def layer(self, num_tokens: int) -> Callable[..., Any]:
-        """The decoder layer for `num_tokens` tokens: for a single one, or the dynamic version."""
-        return self._layer_one if num_tokens == 1 else self._layer_many
+    num_tokens: int
+    is_mixed: bool
+    variant: Variant
 
 
 class StepExecutor:
@@ -119,31 +53,30 @@ class StepExecutor:
     Args:
         model: weights in place.
         caches: KV pages by layer.
-        shape: static sizes of the scheduler; its `num_pages` is the caches'.
-        vocab_size: real token ids.
+        pieces: the functions of a step, made for `pieces.shape`.
         buckets: token counts a step may have, ascending; the last is `shape.max_tokens`.
-        driver: compiles the pieces.
+        driver: has compiled the pieces.
     """
 
     def __init__(
         self,
         model: CausalLM,
         caches: tuple[LayerCache, ...],
-        shape: SchedulerShape,
-        vocab_size: int,
+        pieces: StepPieces,
         buckets: tuple[int, ...],
         driver: CompileDriver,
     ) -> None:
         self.model = model
         self.caches = caches
-        self.shape = shape
+        self.pieces = pieces
+        self.shape = shape = pieces.shape
         self.buckets = buckets
         self.driver = driver
         self.device = caches[0].k_cache.device
-        self.pieces = StepPieces(model, shape, vocab_size, driver)
         self.state = new_state(shape, self.device)
         self.params = new_row_params(shape.max_rows + 1, self.device)
-        self.outbox = Outbox(shape.max_rows + 1, self.device)
+        queue = RingOutbox if pieces.scheduler == "cuda" else Outbox
+        self.outbox: RecordQueue = queue(shape.max_rows + 1, self.device)
         self._layers = list(zip(model.layers, caches, strict=True))
         self._places = torch.arange(shape.max_tokens, device=self.device)
         self._budgets: dict[int, Tensor] = {}
@@ -152,6 +85,11 @@ class StepExecutor:
             torch.zeros(rows, 1, dtype=torch.int32, device=self.device),
             torch.zeros(rows, 1, dtype=torch.bool, device=self.device),
         )
+        self._no_work = torch.zeros(0, dtype=torch.int32, device=self.device)
+        self._graphs: StepGraphs | None = None
+        self.loop_control: LoopControl | None = None
+        self._loops: dict[StepKey, DeviceLoop] = {}
+        self._upload: DeviceInbox | None = None
 
     @property
     def reads_plans(self) -> bool:
@@ -159,25 +97,47 @@ class StepExecutor:
         return self.device.type == "cpu"
 
     @torch.no_grad()
-    def launch(self, inbox: Inbox, param_inbox: ParamInbox, budget: int, variant: Variant) -> None:
-        """Runs one step of at most `budget` tokens and writes its record.
+    def launch(self, inbox: Inbox, param_inbox: ParamInbox, key: StepKey) -> None:
+        """Runs one step of at most `key.num_tokens` tokens and writes its record.
 
-        On a GPU it waits for nothing and has `budget` places; on a CPU it has as many as the plan
+        On a GPU it waits for nothing and has that many places; on a CPU it has as many as the plan
         needs, and a step without tokens does not run the model.
         """
-        inbox, param_inbox = self._to_device(inbox), self._to_device(param_inbox)
-        step_plan = self.pieces.begin(
-            self.state, self.params, inbox, param_inbox, self._budget(budget)
-        )
-        num_tokens = budget
         if self.reads_plans:
-            num_tokens = self.bucket_of(int(step_plan.num_tokens))
+            self._run_here(inbox, param_inbox, key)
+            return
+        assert self._upload is not None, "launched before warm_up"
+        if self._upload.send(inbox, param_inbox) and self.pieces.apply_params is not None:
+            self.pieces.apply_params(self.params, self._upload.param_inbox)
+        self._run(key)
+
+        self.outbox.note_launch()
+
+    def _run(self, key: StepKey) -> None:
+        if self._graphs is not None and key in self._graphs:
+            self._graphs.replay(key)
+            return
+        self._enqueue(key)
+        if self._graphs is not None:
+            self._graphs.capture(key, lambda: self._enqueue(key))
+
+    def key_of(self, num_tokens: int, variant: Variant, *, is_mixed: bool) -> StepKey:
+        """The key of the smallest step that has `num_tokens` places."""
+        size = self.bucket_of(max(1, num_tokens))
+        version = self.pieces.version(size, is_mixed=is_mixed)
+        return StepKey(size, not version.is_decode, variant)
+
+    def _run_here(self, inbox: Inbox, param_inbox: ParamInbox, key: StepKey) -> None:
+        budget = self._budget(key.num_tokens)
+        step_plan = self.pieces.begin(self.state, self.params, inbox, param_inbox, budget)
+        num_tokens = self.bucket_of(int(step_plan.num_tokens))
+        sampled = self._nothing_sampled
         if num_tokens:
-            logits, seq_rows = self._run_model(step_plan, num_tokens, is_warm_up=False)
-            sampled = self.pieces.sample[variant](self.state, self.params, logits, seq_rows)
-        else:
-            sampled = self._nothing_sampled
-        self.outbox.write(*self.pieces.end(self.state, step_plan, sampled))
+            logits, seq_rows = self._run_model(step_plan, key._replace(num_tokens=num_tokens))
+            sample = self.pieces.sample[key.variant]
+            sampled = sample(self.state, self.params, logits, seq_rows)
+        self.pieces.end(self.state, step_plan, sampled, self.outbox)
+        self.outbox.note_launch()
 
     def bucket_of(self, num_tokens: int) -> int:
         """The smallest bucket that holds `num_tokens`, the largest if none does; 0 for none."""
@@ -185,9 +145,145 @@ class StepExecutor:
             return 0
         return next((b for b in self.buckets if b >= num_tokens), self.buckets[-1])
 
+    # --- loops on the device --------------------------------------------------------------
+
+    def launch_loop(self, key: StepKey, *, max_steps: int, has_waiting: bool) -> None:
+        """Repeats the step of `key` on the device; see `compile.device_loop`.
+
+        Everything launched before has been read; the inbox is empty.
+        """
+        assert self._graphs is not None
+        assert isinstance(self.outbox, RingOutbox)
+        assert self._upload is not None
+        if self.loop_control is None:
+            self.loop_control = LoopControl()
+        if key not in self._loops:
+            self._loops[key] = DeviceLoop(
+                self._graphs.whole_graph(key),
+                self.loop_control,
+                self.state.state,
+                self.outbox.ring.step_counter,
+                RING_RECORDS - MIN_FREE_RECORDS,
+            )
+        self._upload.clear()
+        self.outbox.note_loop(self.loop_control)
+        self._loops[key].launch(max_steps=max_steps, has_waiting=has_waiting)
+
+    # --- the model ------------------------------------------------------------------------
+
+    def _enqueue(self, key: StepKey) -> None:
+        """Launches the kernels of a step; what is captured."""
+        assert self._upload is not None
+        budget = self._budget(key.num_tokens)
+        inbox, param_inbox = self._upload.inbox, self._upload.param_inbox
+        step_plan = self.pieces.begin(self.state, self.params, inbox, param_inbox, budget)
+        logits, seq_rows = self._run_model(step_plan, key)
+        sampled = self.pieces.sample[key.variant](self.state, self.params, logits, seq_rows)
+        self.pieces.end(self.state, step_plan, sampled, self.outbox)
+
+    def _run_model(self, step_plan: Plan, key: StepKey) -> tuple[Tensor, Tensor]:
+        """Logits [S, vocab] and rows [S] of the S = min(T, R) sequence places."""
+        version = self.pieces.version(key.num_tokens, is_mixed=key.is_mixed)
+        return self._run_version(step_plan, key.num_tokens, version, is_warm_up=False)
+
+    def _run_version(
+        self, step_plan: Plan, num_tokens: int, version: LayerVersion, *, is_warm_up: bool
+    ) -> tuple[Tensor, Tensor]:
+        is_marked = is_warm_up and not self.driver.is_eager
+        places = self._places[:num_tokens]
+        if is_marked:
+            places = self._any_size(places)
+        inputs, residual, rotary = self.pieces.embed(self.state, step_plan, places)
+        ctx = PagedContext(
+            slot_mapping=inputs.slot_mapping,
+            block_table=self.state.groups[0].block_table,
+            seq_rows=inputs.seq_rows,
+            seq_lens=inputs.seq_lens,
+            query_start_loc=inputs.query_start_loc,
+            token_rows=inputs.token_rows,
+            positions=inputs.positions,
+            work=self._no_work,
+        )
+        if not self.reads_plans:
+            ctx = ctx._replace(work=self._attention_work(ctx, version))
+        layer, shared = self.pieces.layer(version), (rotary, ctx)
+        for key, static in enumerate(self._layers):
+            if is_marked:
+                varying = (residual, *rotary, ctx.slot_mapping, ctx.token_rows, ctx.positions)
+                self.pieces.mark_sizes(version, varying, ctx.work)
+            (residual,) = layer(key, static, shared, residual)
+        num_seqs = min(num_tokens, self.shape.max_rows)
+        residual = residual[inputs.logits_indices[:num_seqs]]
+        if is_marked:
+            residual = self._any_size(residual)
+        return self.pieces.head(residual), inputs.seq_rows[:num_seqs]
+
+    def _attention_work(self, ctx: PagedContext, version: LayerVersion) -> Tensor:
+        is_decode = version.is_decode and self.driver.runs_pass(decode_attention.NAME)
+        attention, cache = self.model.layers[0].self_attn, self.caches[0].k_cache
+        return torch.ops.ce.attention_work.default(
+            ctx.block_table,
+            ctx.token_rows,
+            ctx.positions,
+            ctx.seq_rows,
+            ctx.seq_lens,
+            ctx.query_start_loc,
+            cache.shape[1],
+            attention.num_heads,
+            attention.num_kv_heads,
+            is_decode,
+        )
+
+    def _budget(self, num_tokens: int) -> Tensor:
+        if num_tokens not in self._budgets:
+            budget = torch.tensor(num_tokens, dtype=torch.int32, device=self.device)
+            self._budgets[num_tokens] = budget
+        return self._budgets[num_tokens]
+
+    @torch.no_grad()
+    def run_empty(self, num_tokens: int) -> None:
+        """Launches the kernels of a mixed step without rows, in the variant that needs most."""
+        self._enqueue(self.key_of(num_tokens, Variant.FULL, is_mixed=True))
+
+    def mixed_seconds(self) -> dict[int, float]:
+        """Seconds of a mixed step without rows by its size: what its tokens cost by themselves."""
+        seconds: dict[int, float] = {}
+        for size in self.buckets:
+            key = self.key_of(size, Variant.GREEDY, is_mixed=True)
+            taken = []
+            for _ in range(3):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                self._run(key)
+                end.record()
+                end.synchronize()
+                taken.append(start.elapsed_time(end) / 1e3)
+            seconds[size] = min(taken)
+        self.outbox.discard()
+        return seconds
+
+    def addresses(self) -> dict[str, int]:
+        """Addresses that captured steps read and write, by name."""
+        named: dict[str, Tensor] = {}
+        named |= {f"weight {name}": p for name, p in self.model.named_parameters()}
+        for index, cache in enumerate(self.caches):
+            named[f"k_cache {index}"], named[f"v_cache {index}"] = cache
+        for index, tensor in enumerate(tree_leaves((self.state, self.params))):
+            named[f"state {index}"] = tensor
+        assert self._upload is not None
+        found = {name: tensor.data_ptr() for name, tensor in named.items()}
+        return {**found, "inbox": self._upload.address}
+
+    # --- before the first request ---------------------------------------------------------
+
     @torch.no_grad()
     def warm_up(
-        self, inbox: Inbox, param_inbox: ParamInbox, on_piece: Callable[[str, int, int], None]
+        self,
+        inbox: Inbox,
+        param_inbox: ParamInbox,
+        on_piece: Callable[[str, int, int], None],
+        *,
+        graphs: StepGraphs | None = None,
     ) -> None:
         """Compiles every piece at every size it will be called with, by steps without rows.
 
@@ -195,24 +291,57 @@ class StepExecutor:
             inbox: an empty one.
             param_inbox: an empty one.
             on_piece: called with (label, done, total).
+            graphs: captures every step that can occur; None launches kernel by kernel.
         """
-        sizes = [1] if self.shape.max_tokens == 1 else [1, self._example_size()]
-        total = 2 + 2 * len(sizes) + len(Variant)
-        inbox, param_inbox = self._to_device(inbox), self._to_device(param_inbox)
+        if not self.reads_plans:
+            self._upload = DeviceInbox(inbox, param_inbox, self.device)
+            inbox, param_inbox = self._upload.inbox, self._upload.param_inbox
+        keys = self.keys() if graphs is not None else []
+        total = 2 + len(self.pieces.versions) + len(Variant) + len(keys)
         on_piece("plan", 0, total)
         step_plan = self.pieces.begin(self.state, self.params, inbox, param_inbox, self._budget(1))
-        for done, size in enumerate(sizes):
-            label = "model, one token" if size == 1 else "model, any number of tokens"
-            on_piece(label, 1 + 2 * done, total)
-            logits, seq_rows = self._run_model(step_plan, size, is_warm_up=True)
-        done = 1 + 2 * len(sizes)
+        for done, version in enumerate(self.pieces.versions, start=1):
+            on_piece(f"model, {_size_name(version)}", done, total)
+            size = _example_size(version)
+            logits, seq_rows = self._run_version(step_plan, size, version, is_warm_up=True)
+        done = 1 + len(self.pieces.versions)
         for variant in Variant:
             on_piece(f"sampler, {variant.name.lower()}", done + variant, total)
             sampled = self._warm_sampler(variant, logits, seq_rows)
-        on_piece("advance", total - 1, total)
-        self.pieces.end(self.state, step_plan, sampled)
+        done += len(Variant)
+        on_piece("advance", done, total)
+        self.pieces.end(self.state, step_plan, sampled, self.outbox)
         self.driver.finish_warm_up()
+        self._graphs = graphs
+        for count, key in enumerate(keys, start=done + 1):
+            on_piece(f"graph of {key.num_tokens} tokens", count, total)
+            self._capture(key)
+        self.outbox.discard()
         on_piece("done", total, total)
+
+    def keys(self) -> list[StepKey]:
+        """The steps that are captured before the first request, largest first.
+
+        Those that need penalties or a bias are captured when a request first asks for them.
+        """
+        most_few = max((v.high for v in self.pieces.versions if v.is_decode), default=0)
+        wanted = []
+        for size in reversed(self.buckets):
+            for is_mixed in (True, False):
+                version = self.pieces.version(size, is_mixed=is_mixed)
+                is_own = version.is_decode != is_mixed and (is_mixed or size <= most_few)
+                if is_own:
+                    wanted.append((size, is_mixed))
+        return [
+            StepKey(size, is_mixed, variant)
+            for size, is_mixed in wanted
+            for variant in (Variant.GREEDY, Variant.SAMPLED)
+        ]
+
+    def _capture(self, key: StepKey) -> None:
+        assert self._graphs is not None
+        self._enqueue(key)  # once without capturing: kernels are loaded, nothing is left to set up
+        self._graphs.capture(key, lambda: self._enqueue(key))
 
     def _warm_sampler(self, variant: Variant, logits: Tensor, seq_rows: Tensor) -> Sampled:
         logits, seq_rows = self._any_size(logits), self._any_size(seq_rows)
@@ -226,49 +355,15 @@ class StepExecutor:
         mark_any_size(tensor, 0)
         return tensor
 
-    def _example_size(self) -> int:
-        """A size for the dynamic compile that equals no other size by chance."""
-        return min(self.shape.max_tokens, 37)
 
-    def _run_model(
-        self, step_plan: Plan, num_tokens: int, *, is_warm_up: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [S, vocab] and rows [S] of the S = min(T, R) sequence places."""
-        is_marked = is_warm_up and not self.driver.is_eager
-        places = self._places[:num_tokens]
-        if is_marked:
-            places = self._any_size(places)
-        inputs, hidden, residual, rotary = self.pieces.embed(self.state, step_plan, places)
-        ctx = PagedContext(
-            inputs.slot_mapping,
-            self.state.groups[0].block_table,
-            inputs.seq_rows,
-            inputs.seq_lens,
-            inputs.query_start_loc,
-        )
-        layer = self.pieces.layer(num_tokens)
-        shared = (rotary, ctx)
-        for key, static in enumerate(self._layers):
-            if is_marked and num_tokens > 1:
-                for tensor in (hidden, residual, *rotary, ctx.slot_mapping):
-                    mark_dynamic(tensor, 0, low=2, high=self.shape.max_tokens)
-            hidden, residual = layer(key, static, shared, hidden, residual)
-        num_seqs = min(num_tokens, self.shape.max_rows)
-        last = inputs.logits_indices[:num_seqs]
-        hidden, residual = hidden[last], residual[last]
-        if is_marked:
-            hidden, residual = self._any_size(hidden), self._any_size(residual)
-        return self.pieces.head(hidden, residual), inputs.seq_rows[:num_seqs]
+def _example_size(version: LayerVersion) -> int:
+    """A size for the version's compile; a dynamic one equals no other size by chance."""
+    if version.low == version.high:
+        return version.low
+    return min(version.high, max(version.low, 37 if version.high > 37 else 13))
 
-    def _budget(self, num_tokens: int) -> Tensor:
-        if num_tokens not in self._budgets:
-            budget = torch.tensor(num_tokens, dtype=torch.int32, device=self.device)
-            self._budgets[num_tokens] = budget
-        return self._budgets[num_tokens]
 
-    def _to_device(self, entries: Any) -> Any:
-        if self.device.type == "cpu":
-            return entries
-        if isinstance(entries, Tensor):
-            return entries.pin_memory().to(self.device, non_blocking=True)
-        return type(entries)(*(self._to_device(entry) for entry in entries))
+def _size_name(version: LayerVersion) -> str:
+    if version.low == version.high:
+        return f"{version.low} token" + "s" * (version.low > 1)
+    return f"{version.low} to {version.high} tokens"

@@ -5,12 +5,13 @@
 
 from compiled_engine.custom_ops.activation import SILU_AND_MUL, silu_and_mul
 from compiled_engine.custom_ops.attention import (
+    ATTENTION_WORK,
     PAGED_ATTENTION,
     LayerCache,
     PagedContext,
     attention,
 )
-from compiled_engine.custom_ops.gemm import LINEAR
+from compiled_engine.custom_ops.gemm import FUSED_LINEAR, LINEAR
 from compiled_engine.custom_ops.library import OpSpec
 from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, rms_norm
 from compiled_engine.custom_ops.rope_kv import (
@@ -23,20 +24,31 @@ from compiled_engine.custom_ops.rope_kv import (
     qk_norm_rope,
     rope,
 )
-from compiled_engine.custom_ops.sampling import SAMPLING_THRESHOLD, sampling_threshold
+from compiled_engine.custom_ops.sampling import (
+    SAMPLE_ROWS,
+    SAMPLE_TOKENS,
+    SAMPLING_THRESHOLD,
+    TOP_LOGPROBS,
+    sampling_threshold,
+)
 
 ALL_OPS: tuple[OpSpec, ...] = (
     RMS_NORM,
     ADD_RMS_NORM,
     SILU_AND_MUL,
     LINEAR,
+    FUSED_LINEAR,
     ROPE,
     QK_NORM_ROPE,
     KV_WRITE,
     ROPE_KV_WRITE,
     QK_NORM_ROPE_KV_WRITE,
+    ATTENTION_WORK,
     PAGED_ATTENTION,
     SAMPLING_THRESHOLD,
+    SAMPLE_TOKENS,
+    SAMPLE_ROWS,
+    TOP_LOGPROBS,
 )
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
-from compiled_engine.custom_ops.library import define_op
+from compiled_engine.custom_ops.library import LIBRARY, define_op
 
 
 def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
@@ -27,6 +27,15 @@ SILU_AND_MUL = define_op(
     fake=_fake_silu_and_mul,
     example_inputs=_examples,
 )
+
+
+def _silu_and_mul_cuda(x: Tensor) -> Tensor:
+    from compiled_engine.custom_ops import activation_triton
+
+    return activation_triton.silu_and_mul(x)
+
+
+LIBRARY.impl("silu_and_mul", _silu_and_mul_cuda, "CUDA")
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

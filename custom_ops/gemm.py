@@ -1,13 +1,16 @@
-"""Contract of the GEMM family: `linear`, which a pass puts in the place of plain matrix products.
+"""Contracts of the GEMM family: `linear`, and `fused_linear` with norm, gate and residual.
 
-On the CPU few rows run our kernel, which reads the weights once at memory speed; many rows go to
-the library behind `torch.nn.functional.linear`.
+A pass puts `linear` in the place of plain matrix products on the CPU: few rows run our kernel,
+which reads the weights once at memory speed; many rows go to the library behind
+`torch.nn.functional.linear`. `fused_linear` is the same for the GPU: few rows run the kernels of
+`gemm_skinny`, the others the library. `CANDIDATES` says which can take what, and why not.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +18,15 @@ from torch import Tensor
 
 from compiled_engine.custom_ops import reference
 from compiled_engine.custom_ops.library import CPU_DTYPES, LIBRARY, define_op
+from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits
 
 # Rows up to which the CPU kernel is faster than the library, by dtype.
 MAX_SKINNY_ROWS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 4}
+
+# The most tokens that the kernels of `fused_linear` for few tokens take.
+MAX_ROW_TOKENS = 1
+MAX_TILE_TOKENS = 32
+MAX_HOPPER_TOKENS = 32
 
 
 def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
@@ -32,12 +41,56 @@ def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple
     ]
 
 
+def _fused_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    found: list[tuple[Any, ...]] = []
+    # tokens, outputs, size, then: bias, norm, residual, gate
+    for m, n, k, has_bias, has_norm, has_residual, is_gated in (
+        (1, 7, 48, True, True, False, False),
+        (3, 24, 64, False, False, True, False),
+        (9, 33, 96, False, True, False, True),
+        (40, 16, 33, True, False, True, True),
+        (0, 8, 16, False, True, True, True),
+    ):
+        rows = 2 * n if is_gated else n
+        bias = normal(rows) if has_bias else None
+        norm_weight = normal(k) if has_norm else None
+        residual = normal(m, n) if has_residual else None
+        weight = normal(rows, k) * k**-0.5
+        found.append((normal(m, k), weight, bias, norm_weight, 1e-6, residual, is_gated, ""))
+    return found
+
+
+def _fake_fused(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    is_gated: bool,
+    impl: str = "",
+) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // (2 if is_gated else 1)))
+
+
 LINEAR = define_op(
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     reference=reference.linear,
     fake=lambda x, weight, bias: x.new_empty((x.shape[0], weight.shape[0])),
     example_inputs=_examples,
     is_expandable=False,
+)
+FUSED_LINEAR = define_op(
+    "fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, "
+    'Tensor? residual, bool is_gated, str impl="") -> Tensor',
+    reference=reference.fused_linear,
+    fake=_fake_fused,
+    example_inputs=_fused_examples,
 )
 
 
@@ -71,4 +124,124 @@ def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def _rejects_beyond(max_tokens: int) -> Callable[[Traits], str | None]:
+    """What a kernel for up to `max_tokens` tokens cannot take."""
+
+    def rejects(traits: Traits) -> str | None:
+        num_tokens, size = traits["num_tokens"], traits["size"]
+        rules = (
+            (1 <= num_tokens <= max_tokens, f"takes 1 to {max_tokens} tokens, not {num_tokens}"),
+            (size % 16 == 0, f"needs a multiple of 16 columns, these are {size}"),
+            (traits["has_one_dtype"], "needs the same dtype for all tensors"),
+            (traits["is_weight_contiguous"], "needs a contiguous weight"),
+            (traits["is_last_dim_contiguous"], "needs a contiguous last dim of x and residual"),
+        )
+        return next((reason for is_met, reason in rules if not is_met), None)
+
+    return rejects
+
+
+def _rejects_hopper(traits: Traits) -> str | None:
+    """What the kernel that copies by TMA and multiplies by WGMMA cannot take."""
+    if not traits["is_hopper"]:
+        return "needs compute capability 9"
+    if not traits["is_aligned"]:
+        return "needs rows of x and the weight at multiples of 16 bytes"
+    return _rejects_beyond(MAX_HOPPER_TOKENS)(traits)
+
+
+def _few_tokens(
+    name: str,
+    priority: Priority,
+    max_tokens: int,
+    rejects: Callable[[Traits], str | None] | None = None,
+) -> Candidate:
+    return Candidate(
+        family="fused_linear",
+        mode="few",
+        name=name,
+        priority=priority,
+        device_type="cuda",
+        min_arch=80,
+        dtypes=(torch.bfloat16, torch.float16),
+        rejects=rejects or _rejects_beyond(max_tokens),
+        tags=(f"1 to {max_tokens} tokens",),
+    )
+
+
+# Traits: num_tokens, size (columns), and the flags that `fused_linear_traits` gives.
+CANDIDATES = (
+    _few_tokens("row", Priority.SPECIALIZED, MAX_ROW_TOKENS),
+    _few_tokens("tile", Priority.TUNED, MAX_TILE_TOKENS),
+    _few_tokens("hopper", Priority.PORTABLE, MAX_HOPPER_TOKENS, _rejects_hopper),
+    Candidate(family="fused_linear", mode="few", name="torch", priority=Priority.REFERENCE),
+)
+
+
+def fused_linear_traits(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    residual: Tensor | None,
+) -> dict[str, int]:
+    """The traits of these arguments of `fused_linear` that `CANDIDATES` look at."""
+    others = [t for t in (weight, bias, norm_weight, residual) if t is not None]
+    return {
+        "num_tokens": x.shape[0],
+        "size": x.shape[1],
+        "has_one_dtype": all(t.dtype == x.dtype for t in others),
+        "is_weight_contiguous": weight.is_contiguous(),
+        "is_last_dim_contiguous": all(t.stride(1) == 1 for t in (x, residual) if t is not None),
+        "is_aligned": all(_is_aligned(t) for t in (x, weight)),
+        "is_hopper": Target.of(x.device).arch // 10 == 9,
+    }
+
+
+def _is_aligned(rows: Tensor) -> bool:
+    """Whether rows of 16-bit values start at multiples of 16 bytes; storage itself does."""
+    return rows.storage_offset() % 8 == 0 and (rows.shape[0] == 1 or rows.stride(0) % 8 == 0)
+
+
+def select_kernel(kernel: str, target: Target, dtype: torch.dtype, traits: Traits) -> str:
+    """`kernel` if it can serve, or the best candidate's name if that is empty.
+
+    Raises:
+        ValueError: `kernel` is unknown or cannot serve; says why.
+    """
+    reasons = {c.name: c.rejection(target, dtype, traits) for c in CANDIDATES}
+    if kernel not in ("", *reasons):
+        raise ValueError(f"fused_linear has no kernel {kernel}; there are {', '.join(reasons)}")
+    if kernel and reasons[kernel] is not None:
+        raise ValueError(f"fused_linear: kernel {kernel} {reasons[kernel]}")
+    ranked = sorted(CANDIDATES, key=lambda c: -c.priority)
+    return kernel or next(c.name for c in ranked if reasons[c.name] is None)
+
+
+def fused_linear_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    is_gated: bool,
+    impl: str = "",
+) -> Tensor:
+    """Runs `impl`, or the best one if that is empty; as `reference.fused_linear`.
+
+    Raises:
+        ValueError: as `select_kernel`.
+    """
+    traits = fused_linear_traits(x, weight, bias, norm_weight, residual)
+    kernel = select_kernel(impl, Target.of(x.device), x.dtype, traits)
+    if kernel == "torch":
+        return reference.fused_linear(x, weight, bias, norm_weight, eps, residual, is_gated)
+    from compiled_engine.custom_ops import gemm_skinny
+
+    operands = gemm_skinny.Operands(x, weight, bias, norm_weight, eps, residual, is_gated)
+    return gemm_skinny.launch(kernel, operands, gemm_skinny.pick_config(kernel, operands))
+
+
 LIBRARY.impl("linear", linear_cpu, "CPU")
+LIBRARY.impl("fused_linear", fused_linear_cuda, "CUDA")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
-from compiled_engine.custom_ops.library import define_op
+from compiled_engine.custom_ops.library import LIBRARY, define_op
 
 
 def _norm_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
@@ -51,6 +51,24 @@ ADD_RMS_NORM = define_op(
     fake=_fake_add_rms_norm,
     example_inputs=_add_norm_examples,
 )
+
+
+def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from compiled_engine.custom_ops import norm_triton
+
+    return norm_triton.rms_norm(x, weight, eps)
+
+
+def _add_rms_norm_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    from compiled_engine.custom_ops import norm_triton
+
+    return norm_triton.add_rms_norm(x, residual, weight, eps)
+
+
+LIBRARY.impl("rms_norm", _rms_norm_cuda, "CUDA")
+LIBRARY.impl("add_rms_norm", _add_rms_norm_cuda, "CUDA")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -81,6 +81,7 @@ def kv_write_functional(
 ) -> tuple[Tensor, Tensor]:
     """`kv_write` that returns new caches instead of writing in place."""
     pages, offsets = _page_and_offset(slot_mapping, k_cache.shape[1])
+    k, v = as_cached(k, k_cache.dtype), as_cached(v, v_cache.dtype)
     new_k = torch.ops.aten.index_put.default(k_cache, [pages, offsets], k)
     new_v = torch.ops.aten.index_put.default(v_cache, [pages, offsets], v)
     return new_k, new_v
@@ -92,14 +93,23 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     Args:
         k: [T, H_kv, D].
         v: [T, H_kv, D].
-        k_cache: [num_pages, page_size, H_kv, D]; page 0 is the null page.
+        k_cache: [num_pages, page_size, H_kv, D]; page 0 is the null page. Another dtype than k's
+            is a cast, see `as_cached`.
         v_cache: like `k_cache`.
         slot_mapping: [T] int64, `page * page_size + offset`; -1 is padding and lands in page 0,
-            which no row owns.
+            which no row owns. A kernel may as well write nothing for it: what page 0 holds is
+            no part of the contract.
     """
     pages, offsets = _page_and_offset(slot_mapping, k_cache.shape[1])
-    k_cache.index_put_((pages, offsets), k)
-    v_cache.index_put_((pages, offsets), v)
+    k_cache.index_put_((pages, offsets), as_cached(k, k_cache.dtype))
+    v_cache.index_put_((pages, offsets), as_cached(v, v_cache.dtype))
+
+
+def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a cache's dtype: itself or a cast, which saturates for 8-bit floats (scale 1)."""
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-448.0, 448.0)
+    return x.to(dtype)
 
 
 def _page_and_offset(slot_mapping: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
@@ -175,8 +185,21 @@ def qk_norm_rope_kv_write(
     return q
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of one full sequence: q [T, H, D], k and v [T, H_kv, D] to [T, H, D]."""
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of one full sequence: q [T, H, D], k and v [T, H_kv, D] to [T, H, D].
+
+    The options are those of `paged_attention`.
+    """
+    if window > 0 or soft_cap > 0 or sinks is not None:
+        return _dense_attention(q, k, v, scale, window, soft_cap, sinks)
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),
@@ -188,6 +211,39 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
+def _dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`causal_attention` with its options, in fp32."""
+    num_tokens, num_kv_heads = k.shape[0], k.shape[1]
+    at = torch.arange(num_tokens, device=q.device)
+    visible = at <= at[:, None]
+    if window > 0:
+        visible = visible & (at > at[:, None] - window)
+    grouped = q.float().unflatten(1, (num_kv_heads, -1)) * scale  # [T, H_kv, G, D]
+    scores = torch.einsum("thgd,chd->thgc", grouped, k.float())
+    weights = _weights(scores, visible[:, None, None, :], soft_cap, sinks)
+    return torch.einsum("thgc,chd->thgd", weights, v.float()).reshape_as(q).to(q.dtype)
+
+
+def _weights(scores: Tensor, visible: Tensor, soft_cap: float, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [T, H_kv, G, C]; 0 where nothing is visible."""
+    if soft_cap > 0:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        logit = sinks.float().reshape(1, *scores.shape[1:3], 1).expand(scores.shape[0], -1, -1, -1)
+        scores = torch.cat((scores, logit), -1)
+    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+    return weights if sinks is None else weights[..., :-1]
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -196,7 +252,15 @@ def paged_attention(
     seq_rows: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    work: Tensor,
     scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    is_decode: bool = False,
+    impl: str = "",
 ) -> Tensor:
     """Causal attention of flattened rows over the paged cache, in fp32, one dense tile a token.
 
@@ -204,37 +268,60 @@ def paged_attention(
         q: [T, H, D]; the tokens of sequence `s` are `query_start_loc[s]` to `[s + 1]`, its last
             `query_start_loc[s + 1] - query_start_loc[s]` positions. Tokens past the end are
             padding.
-        k_cache: [num_pages, page_size, H_kv, D].
+        k_cache: [num_pages, page_size, H_kv, D], of the dtype of `q` or float8_e4m3fn.
         v_cache: like `k_cache`.
         block_table: [rows, max_pages_per_row] int32.
         seq_rows: [S] int32, row of `block_table` of each sequence.
         seq_lens: [S] int32, tokens whose KV exists after this step.
         query_start_loc: [S + 1] int32.
+        token_rows: [T] row of each token, as `seq_rows` says; read by GPU kernels only.
+        positions: [T] position of each token, as `seq_lens` says; read by GPU kernels only.
+        work: what `attention_work` made of the same tensors; read by GPU kernels only.
         scale: multiplies the scores.
+        window: a token sees itself and the `window - 1` tokens before it; 0 is no limit.
+        soft_cap: scaled scores `s` become `soft_cap * tanh(s / soft_cap)`; 0 is off.
+        sinks: [H], one more logit a head in the softmax's denominator, with no value.
+        is_decode: every token is its own sequence: chooses who computes, never the result.
+        impl: chooses who computes; "" is the best one.
 
     Returns:
         [T, H, D]; padding tokens are 0.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, page_size = k_cache.shape[2], k_cache.shape[1]
-    token = torch.arange(num_tokens, device=q.device)
-    seq = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
-    is_real = token < query_start_loc[-1]
-    seq = seq.clamp_max(seq_rows.shape[0] - 1)
-    position = (seq_lens[seq] - (query_start_loc[seq + 1] - token)).long()
-    pages = block_table[seq_rows[seq].long()].long()  # [T, max_pages_per_row]
+    num_tokens, _, head_dim = q.shape
+    page_size, num_kv_heads = k_cache.shape[1:3]
+    row, position = _rows_and_positions(num_tokens, seq_rows, seq_lens, query_start_loc)
+    pages = block_table[row].long()  # [T, max_pages_per_row]
     context = pages.shape[1] * page_size
-    k = k_cache[pages].reshape(num_tokens, context, num_kv_heads, head_dim).float()
-    v = v_cache[pages].reshape(num_tokens, context, num_kv_heads, head_dim).float()
-    visible = torch.arange(context, device=q.device) <= position[:, None]  # [T, context]
-    visible = visible & is_real[:, None]
-    group = num_heads // num_kv_heads
-    grouped = q.float().reshape(num_tokens, num_kv_heads, group, head_dim) * scale
+    k = _gather_pages(k_cache, pages).reshape(num_tokens, context, num_kv_heads, head_dim)
+    v = _gather_pages(v_cache, pages).reshape(num_tokens, context, num_kv_heads, head_dim)
+    at = torch.arange(context, device=q.device)
+    visible = at <= position[:, None]  # [T, context]
+    if window > 0:
+        visible = visible & (at > position[:, None] - window)
+    grouped = q.float().unflatten(1, (num_kv_heads, -1)) * scale  # [T, H_kv, G, D]
     scores = torch.einsum("thgd,tchd->thgc", grouped, k)
-    scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
-    weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+    weights = _weights(scores, visible[:, None, None, :], soft_cap, sinks)
     v = torch.where(visible[:, :, None, None], v, 0.0)
     return torch.einsum("thgc,tchd->thgd", weights, v).reshape_as(q).to(q.dtype)
+
+
+def _rows_and_positions(
+    num_tokens: int, seq_rows: Tensor, seq_lens: Tensor, query_start_loc: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Row of the block table and position, both [T] int64, of each token; padding is at -1."""
+    token = torch.arange(num_tokens, device=seq_rows.device)
+    seq = torch.searchsorted(query_start_loc[1:].long(), token, right=True)
+    seq = seq.clamp_max(seq_rows.shape[0] - 1)
+    position = (seq_lens[seq] - (query_start_loc[seq + 1] - token)).long()
+    position = torch.where(token < query_start_loc[-1], position, -1)
+    return seq_rows[seq].long(), position
+
+
+def _gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
+    """`cache[pages]` in fp32; one-byte floats have no indexing of their own everywhere."""
+    if cache.element_size() == 1:
+        return cache.view(torch.uint8)[pages].view(cache.dtype).float()
+    return cache[pages].float()
 
 
 def sampling_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -265,3 +352,39 @@ def sampling_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tens
     last = torch.where(top_p < 1.0, reached.int().argmax(-1), vocab - 1)
     by_top_p = ordered.gather(1, last[:, None]).squeeze(1)
     return torch.where(top_p < 1.0, torch.maximum(cut, by_top_p), cut)
+
+
+def fused_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    is_gated: bool,
+    impl: str = "",
+) -> Tensor:
+    """A linear layer with what stands before and after it in a decoder layer.
+
+    `y = linear(rms_norm(x, norm_weight, eps), weight, bias)`, then `silu_and_mul(y)` if gated, then
+    `y + residual`; the parts that are None or False are left out.
+
+    Args:
+        x: [T, k].
+        weight: [n, k]; gated: the n / 2 rows of the gate, then those of the value it multiplies.
+        bias: [n] or None.
+        norm_weight: [k] or None.
+        eps: of the norm; read only with a norm weight.
+        residual: [T, n_out] or None; n_out is n, or n / 2 if gated.
+        is_gated: whether `weight` holds a gate.
+        impl: which kernel computes it on the GPU; not a part of the mathematics.
+
+    Returns:
+        [T, n_out] in the dtype of `x`.
+    """
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    y = linear(x, weight, bias)
+    if is_gated:
+        y = silu_and_mul(y)
+    return y if residual is None else y + residual

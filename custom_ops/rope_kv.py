@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
-from compiled_engine.custom_ops.library import define_op
+from compiled_engine.custom_ops.library import LIBRARY, define_op
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 4, 2, 16, 4, 6
 
@@ -111,6 +111,21 @@ QK_NORM_ROPE_KV_WRITE = define_op(
         "slot_mapping",
     ),
 )  # fmt: skip
+
+
+def _on_cuda(name: str) -> None:
+    """Registers the launcher of that name in `rope_kv_triton`, imported when first called."""
+
+    def launcher(*args: Any) -> Any:
+        from compiled_engine.custom_ops import rope_kv_triton
+
+        return getattr(rope_kv_triton, name)(*args)
+
+    LIBRARY.impl(name, launcher, "CUDA")
+
+
+for _spec in (ROPE, QK_NORM_ROPE, KV_WRITE, ROPE_KV_WRITE, QK_NORM_ROPE_KV_WRITE):
+    _on_cuda(_spec.name)
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

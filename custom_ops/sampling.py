@@ -1,15 +1,21 @@
-"""Contract of the sampling family: the cut-off that top-k, top-p and min-p put on logits."""
+"""Contracts of the sampling family: the cut-off of top-k, top-p and min-p, tokens, logprobs.
+
+The references are here too, as they call one another. Sampling adds Gumbel noise to the kept logits
+and takes the maximum; the noise of a token is a hash of (seed, position, token id), so a row's
+result never depends on its neighbours, on the batch or on a generator's state.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops.hashing import mix
 from compiled_engine.custom_ops.library import LIBRARY, define_op
 
 
@@ -72,3 +78,258 @@ LIBRARY.impl("sampling_threshold", sampling_threshold_cpu, "CPU")
 def sampling_threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Smallest logit each row keeps; see `reference.sampling_threshold`."""
     return torch.ops.ce.sampling_threshold.default(logits, top_k, top_p, min_p)
+
+
+def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [S, vocab] fp32, a function of (seed, position, token id) only."""
+    row_key = mix(mix(seed) + position.long())
+    token = torch.arange(vocab_size, dtype=torch.int64, device=seed.device)
+    # 23 random bits: with half added they are exact in fp32, so 0 < uniform < 1.
+    bits = mix(row_key[:, None] + token) & 0x7FFFFF
+    uniform = (bits.float() + 0.5) * (1.0 / (1 << 23))
+    return -torch.log(-torch.log(uniform))
+
+
+class RowSettings(NamedTuple):
+    """What decides a draw, each a tensor [S]."""
+
+    temperature: Tensor  # fp32, 0 = greedy
+    top_k: Tensor  # i32, 0 or less keeps all
+    top_p: Tensor  # fp32 in (0, 1]
+    min_p: Tensor  # fp32 in [0, 1]
+    seed: Tensor  # i64
+    position: Tensor  # i32 or i64, tokens before the drawn one
+
+
+def choose(scores: Tensor, settings: RowSettings, is_greedy: bool) -> Tensor:
+    """Reference of the choice: scores [S, vocab] fp32 to token ids [S] i64."""
+    chosen = scores.argmax(-1)
+    if is_greedy:
+        return chosen
+    return torch.where(settings.temperature == 0.0, chosen, _draw(scores, settings))
+
+
+def _draw(scores: Tensor, settings: RowSettings) -> Tensor:
+    """Gumbel maximum over the logits that top-k, top-p and min-p keep: [S] i64."""
+    # Below a millionth the division could overflow; the best token has won long before.
+    temperature = settings.temperature
+    temperature = torch.where(temperature == 0.0, 1.0, temperature.clamp_min(1e-6))
+    scaled = scores / temperature[:, None]
+    # Lowest to highest finite: a bias of minus infinity must not become a NaN in exp.
+    scaled = scaled.clamp_min(-1e30)
+    cut = sampling_threshold(scaled, settings.top_k, settings.top_p, settings.min_p)
+    noise = gumbel_noise(settings.seed, settings.position, scores.shape[1])
+    kept = torch.where(scaled >= cut[:, None], scaled + noise, float("-inf"))
+    return kept.argmax(-1)
+
+
+def sample_tokens_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    vocab_size: int,
+    is_greedy: bool,
+) -> Tensor:
+    """Chooses a token for each row.
+
+    Args:
+        logits: [S, padded vocab]; columns from `vocab_size` on are padding and never chosen.
+        temperature: see `RowSettings` for this and the next five.
+        top_k: see there.
+        top_p: see there.
+        min_p: see there.
+        seed: see there.
+        position: see there.
+        vocab_size: real token ids.
+        is_greedy: every temperature is 0; the other settings are not read.
+
+    Returns:
+        [S] i32. Equal maxima: the lowest id. A NaN is taken as a maximum here and as the lowest
+        value by the kernel; either way the token is in range.
+    """
+    scores = logits[:, :vocab_size].float()
+    settings = RowSettings(temperature, top_k, top_p, min_p, seed, position)
+    return choose(scores, settings, is_greedy).int()
+
+
+def sample_rows_reference(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    rows: Tensor,
+    stop_ids: Tensor,
+    vocab_size: int,
+    is_greedy: bool,
+) -> tuple[Tensor, Tensor]:
+    """`sample_tokens` for places of a step, with settings and results by row.
+
+    Args:
+        logits: [S, padded vocab].
+        temperature: [R], as every setting; see `RowSettings`.
+        top_k: see there.
+        top_p: see there.
+        min_p: see there.
+        seed: see there.
+        position: see there.
+        rows: [S] i32, row of each place; several places may name one row that nobody reads.
+        stop_ids: [R, n] i32, ids that stop the row, -1 = unused.
+        vocab_size: real token ids.
+        is_greedy: every temperature is 0.
+
+    Returns:
+        Tokens [R, 1] i32 and whether they stop their row [R, 1] bool; 0 and False in rows that no
+        place names.
+    """
+    scores = logits[:, :vocab_size].float()
+    rows = rows.long()
+    by_row = RowSettings(temperature, top_k, top_p, min_p, seed, position)
+    settings = by_row if is_greedy else RowSettings(*(setting[rows] for setting in by_row))
+    chosen = choose(scores, settings, is_greedy)
+    is_stop = (stop_ids[rows] == chosen[:, None]).any(1)
+    num_rows = stop_ids.shape[0]
+    tokens = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
+    stops = torch.zeros(num_rows, dtype=torch.bool, device=logits.device)
+    tokens = tokens.index_put((rows,), chosen.int())
+    stops = stops.index_put((rows,), is_stop)
+    return tokens[:, None], stops[:, None]
+
+
+def top_logprobs_reference(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities of the `k` likeliest tokens, and of the chosen ones.
+
+    Args:
+        logits: [S, vocab], real columns only; any row stride.
+        chosen: [S] integer token ids.
+        k: 0 to 20, and at most vocab.
+
+    Returns:
+        Ids [S, k] i32 from the likeliest on, equal ones by id; their log probabilities [S, k] fp32;
+        the log probability of `chosen` [S] fp32.
+    """
+    logprobs = torch.log_softmax(logits.float(), -1)
+    # Of the logits: rounding can make equal log probabilities of different ones.
+    ids = (
+        logits.float()
+        .sort(dim=-1, descending=True, stable=True)
+        .indices[:, :k]
+        .clone(memory_format=torch.contiguous_format)
+    )
+    picked = logprobs.gather(1, chosen.long()[:, None]).squeeze(1)
+    return ids.int(), logprobs.gather(1, ids), picked
+
+
+def _settings_examples(
+    dtype: torch.dtype, device: torch.device, seed: int
+) -> list[tuple[Tensor, RowSettings]]:
+    generator = torch.Generator(device).manual_seed(seed)
+    made = []
+    for logits, top_k, top_p, min_p in _examples(dtype, device, seed):
+        rows = logits.shape[0]
+        temperature = torch.rand(rows, generator=generator, device=device) + 0.3
+        temperature[::4] = 0.0
+        seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator, device=device)
+        position = torch.arange(rows, device=device, dtype=torch.int32) * 7
+        settings = RowSettings(temperature, top_k, top_p, min_p, seeds, position)
+        made.append((logits.to(dtype), settings))
+    return made
+
+
+def _token_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
+    return [
+        (logits, *settings, logits.shape[1] - 3, is_greedy)
+        for logits, settings in _settings_examples(dtype, device, seed)
+        for is_greedy in (False, True)
+    ]
+
+
+def _row_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
+    made = []
+    for logits, settings in _settings_examples(dtype, device, seed):
+        num_places, num_rows = logits.shape[0], logits.shape[0] + 2
+        by_row = [torch.cat((t[:1], t, t[:1])) if num_places else t.new_ones(2) for t in settings]
+        rows = torch.arange(num_places, device=device).flip(0).int() + 1
+        stop_ids = torch.arange(num_rows * 5, device=device).view(num_rows, 5).int() - 1
+        made.append((logits, *by_row, rows, stop_ids, logits.shape[1] - 3, False))
+    return made
+
+
+def _logprob_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
+    made = []
+    for logits, _ in _settings_examples(dtype, device, seed):
+        chosen = torch.arange(logits.shape[0], device=device).int()
+        made += [(logits, chosen, k) for k in (0, 5)]
+    return made
+
+
+def _fake_rows(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    num_rows = rest[7].shape[0]
+    tokens = logits.new_empty((num_rows, 1), dtype=torch.int32)
+    return tokens, logits.new_empty((num_rows, 1), dtype=torch.bool)
+
+
+def _fake_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    places = logits.shape[0]
+    ids = logits.new_empty((places, k), dtype=torch.int32)
+    return (
+        ids,
+        logits.new_empty((places, k), dtype=torch.float32),
+        logits.new_empty(places, dtype=torch.float32),
+    )
+
+
+_SETTINGS = (
+    "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position"
+)
+SAMPLE_TOKENS = define_op(
+    f"sample_tokens(Tensor logits, {_SETTINGS}, int vocab_size, bool is_greedy) -> Tensor",
+    reference=sample_tokens_reference,
+    fake=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int32),
+    example_inputs=_token_examples,
+    is_expandable=False,
+)
+SAMPLE_ROWS = define_op(
+    f"sample_rows(Tensor logits, {_SETTINGS}, Tensor rows, Tensor stop_ids, int vocab_size, "
+    "bool is_greedy) -> (Tensor, Tensor)",
+    reference=sample_rows_reference,
+    fake=_fake_rows,
+    example_inputs=_row_examples,
+    is_expandable=False,
+)
+TOP_LOGPROBS = define_op(
+    "top_logprobs(Tensor logits, Tensor chosen, int k) -> (Tensor, Tensor, Tensor)",
+    reference=top_logprobs_reference,
+    fake=_fake_logprobs,
+    example_inputs=_logprob_examples,
+    is_expandable=False,
+)
+
+
+def _sample_tokens_cuda(*args: Any) -> Tensor:
+    from compiled_engine.custom_ops.sampling_triton import sample_tokens
+
+    return sample_tokens(*args)
+
+
+def _sample_rows_cuda(*args: Any) -> tuple[Tensor, Tensor]:
+    from compiled_engine.custom_ops.sampling_triton import sample_rows
+
+    return sample_rows(*args)
+
+
+def _top_logprobs_cuda(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    from compiled_engine.custom_ops.logprobs_triton import top_logprobs
+
+    return top_logprobs(logits, chosen, k)
+
+
+LIBRARY.impl("sample_tokens", _sample_tokens_cuda, "CUDA")
+LIBRARY.impl("sample_rows", _sample_rows_cuda, "CUDA")
+LIBRARY.impl("top_logprobs", _top_logprobs_cuda, "CUDA")

@@ -1,9 +1,9 @@
 """Layers every model file shares: norm, rotary tables, gated MLP, the decoder layer, the model.
 
-Rows are flattened tokens `[T, hidden]`. A layer takes `(hidden, residual)` and returns the pair
-with the residual not yet added to `hidden`, so that each add stands directly before the norm that
-reads it. Without a cache and a context a model runs eagerly on one full sequence; that run is the
-reference for everything else.
+Rows are flattened tokens `[T, hidden]`. A layer takes and returns the residual stream; each add
+stands directly behind the product it belongs to, where a kernel can do it in passing. Without a
+cache and a context a model runs eagerly on one full sequence; that run is the reference for
+everything else.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP; see the module docstring for `(hidden, residual)`."""
+    """Pre-norm attention and MLP on the residual stream [T, hidden]."""
 
     def __init__(self, config: ModelConfig, attention_class: type[Attention]) -> None:
         super().__init__()
@@ -144,17 +144,14 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
         residual: Tensor,
         rotary: Rotary,
         cache: LayerCache | None = None,
         ctx: PagedContext | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        residual = residual + hidden
-        hidden = self.self_attn(self.input_layernorm(residual), rotary, cache, ctx)
-        residual = residual + hidden
-        hidden = self.mlp(self.post_attention_layernorm(residual))
-        return hidden, residual
+    ) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(residual), rotary, cache, ctx)
+        residual = residual + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class DecoderStack(nn.Module):
@@ -195,21 +192,20 @@ class CausalLM(nn.Module):
         """The decoder layers in order."""
         return list(self.model.layers)  # type: ignore[arg-type]
 
-    def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Rotary]:
-        """Token ids and positions [T] to the first layer's hidden (zeros), residual and rotary."""
-        residual = self.model.embed_tokens(token_ids)
-        return torch.zeros_like(residual), residual, self.model.rotary(positions)
+    def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotary]:
+        """Token ids and positions [T] to the first layer's residual [T, hidden] and rotary."""
+        return self.model.embed_tokens(token_ids), self.model.rotary(positions)
 
-    def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Last layer's pair [T, hidden] to logits [T, vocab_size]."""
-        normed = self.model.norm(residual + hidden)
+    def head(self, residual: Tensor) -> Tensor:
+        """Residual stream behind the last layer [T, hidden] to logits [T, vocab_size]."""
+        normed = self.model.norm(residual)
         if self.config.tie_word_embeddings:
             return nn.functional.linear(normed, self.model.embed_tokens.weight)
         return self.lm_head(normed)
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [T, vocab_size] of one full sequence of T tokens, without a cache."""
-        hidden, residual, rotary = self.embed(token_ids, positions)
+        residual, rotary = self.embed(token_ids, positions)
         for layer in self.layers:
-            hidden, residual = layer(hidden, residual, rotary)
-        return self.head(hidden, residual)
+            residual = layer(residual, rotary)
+        return self.head(residual)

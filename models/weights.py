@@ -2,8 +2,9 @@
 
 Owns the mapping from checkpoint tensors to (fused) parameters, and every check that the two fit.
 Does not own where the folder comes from (`source.py`, `gguf.py`) nor `config.json` (`config.py`).
-Each tensor goes from the mapped file straight into its rows of the parameter, in the parameter's
-dtype and on its device, so that no second copy of the model ever exists.
+Each tensor goes straight into its rows of the parameter, in the parameter's dtype and on its
+device, so that no second copy of the model ever exists: from the mapped file on a CPU, by
+`weight_stream` on a GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ from torch import Tensor, nn
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.config import ModelConfig, read_json
 from compiled_engine.models.layers import CausalLM
+from compiled_engine.models.weight_stream import (
+    FileRange,
+    safetensors_offsets,
+    split_ranges,
+    stream_chunks,
+)
 
 # Called with (done bytes, total bytes, what is being read).
 ProgressCallback = Callable[[int, int, str], None]
@@ -54,6 +61,10 @@ class _Target:
     parameter: nn.Parameter
     start: int
     shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> Tensor:
+        return self.parameter[self.start : self.start + self.shape[0]]
 
 
 def build_model(
@@ -108,7 +119,7 @@ def load_weights(
         dtype: of parameters that have no storage yet.
         device: of parameters that have no storage yet.
         allow_pickle: read `.bin` files where there are no safetensors.
-        progress: called after each tensor.
+        progress: called after each tensor, by the calling thread.
 
     Raises:
         ConfigError: no readable checkpoint, pickles without `allow_pickle`, or tensors that are
@@ -123,18 +134,59 @@ def load_weights(
     _check_tensors(folder, targets, infos, tied=model.config.tie_word_embeddings)
     total = sum(infos[name].num_bytes for name in targets)
     done = 0
+
+    def on_tensor(name: str) -> None:
+        nonlocal done
+        done += infos[name].num_bytes
+        if progress is not None:
+            progress(done, total, name)
+
+    place = next(model.parameters()).device
+    if place.type == "cuda" and all(path.suffix == ".safetensors" for path in files):
+        _stream_files(files, targets, infos, place, on_tensor)
+    else:
+        _copy_files(files, targets, on_tensor)
+
+
+def _copy_files(
+    files: list[Path], targets: dict[str, _Target], on_tensor: Callable[[str], None]
+) -> None:
+    """Copies every tensor out of the mapped files."""
     for path in files:
         checkpoint = _open_checkpoint(path)
         for name in checkpoint.infos():
-            if name not in targets:
-                continue
-            target = targets[name]
-            with torch.no_grad():
-                rows = target.parameter[target.start : target.start + target.shape[0]]
-                rows.copy_(checkpoint.tensor(name))
-            done += infos[name].num_bytes
-            if progress is not None:
-                progress(done, total, name)
+            if name in targets:
+                with torch.no_grad():
+                    targets[name].rows.copy_(checkpoint.tensor(name))
+                on_tensor(name)
+
+
+def _stream_files(
+    files: list[Path],
+    targets: dict[str, _Target],
+    infos: dict[str, TensorInfo],
+    device: torch.device,
+    on_tensor: Callable[[str], None],
+) -> None:
+    """Reads every tensor by threads and copies it to the device meanwhile."""
+    ranges: dict[str, FileRange] = {}
+    for path in files:
+        for name, offset in safetensors_offsets(path).items():
+            if name in targets:
+                dtype = infos[name].dtype
+                assert dtype is not None, name
+                ranges[name] = FileRange(name, path, offset, dtype, targets[name].rows)
+    left = {name: item.num_bytes for name, item in ranges.items()}
+    try:
+        for chunk in stream_chunks(split_ranges(list(ranges.values())), device):
+            for part in chunk.parts:
+                left[part.name] -= part.num_bytes
+                if left[part.name] == 0:
+                    on_tensor(part.name)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be read: {error.strerror}", param="model"
+        ) from error
 
 
 def init_dummy_weights(model: CausalLM, seed: int) -> None:

@@ -11,13 +11,24 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 
-from compiled_engine.custom_ops import ALL_OPS, OpSpec, reference
+from compiled_engine.custom_ops import ALL_OPS, OpSpec, attention_choice, gemm, reference
+from compiled_engine.custom_ops.kernels import make_registry
+from compiled_engine.custom_ops.registry import KernelRegistry
 from compiled_engine.errors import ConfigError
-from compiled_engine.passes import fuse_add_rms_norm, fuse_qk_norm_rope_kv, pattern, use_linear_op
+from compiled_engine.passes import (
+    choose_kernels,
+    decode_attention,
+    fuse_add_rms_norm,
+    fuse_linear,
+    fuse_qk_norm_rope_kv,
+    pattern,
+    use_linear_op,
+)
 from compiled_engine.passes.pattern import (
     CustomGraphPass,
     Graph,
@@ -27,11 +38,31 @@ from compiled_engine.passes.pattern import (
 )
 
 FUSIONS: tuple[ModuleType, ...] = (
+    decode_attention,
+    fuse_linear,
     fuse_add_rms_norm,
     fuse_qk_norm_rope_kv,
     use_linear_op,
 )
 PASS_NAMES: tuple[str, ...] = tuple(module.NAME for module in FUSIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceTraits:
+    """What a piece is compiled for; some passes are for such pieces only.
+
+    Attributes:
+        is_decode: every token may be taken as a sequence of its own (`decode_attention`).
+        is_few: never more tokens than the kernels for few rows take (`fuse_linear`).
+    """
+
+    is_decode: bool = False
+    is_few: bool = False
+
+    def skipped(self) -> tuple[str, ...]:
+        """Names of the passes that are not for such a piece."""
+        kept = {decode_attention.NAME: self.is_decode, fuse_linear.NAME: self.is_few}
+        return tuple(name for name, is_kept in kept.items() if not is_kept)
 
 
 class PassPipeline(CustomGraphPass):
@@ -42,6 +73,7 @@ class PassPipeline(CustomGraphPass):
         kept_ops: names of fused ops that have a kernel on the target device and stay in the graph;
             the others are matched and counted, then expanded again.
         on_pass: called with (pass name, matches, seconds) after each pass of each graph.
+        registry: chooses kernels; one without overrides if not given.
 
     Raises:
         ConfigError: an unknown pass name; lists the known ones.
@@ -53,6 +85,7 @@ class PassPipeline(CustomGraphPass):
         disabled: tuple[str, ...] = (),
         kept_ops: frozenset[str] = frozenset(),
         on_pass: Callable[[str, int, float], None],
+        registry: KernelRegistry | None = None,
     ) -> None:
         unknown = [name for name in disabled if name not in PASS_NAMES]
         if unknown:
@@ -63,7 +96,9 @@ class PassPipeline(CustomGraphPass):
         self.fusions = tuple(m for m in FUSIONS if m.NAME not in disabled)
         self.kept_ops = kept_ops
         self.on_pass = on_pass
-        self._fingerprint = _fingerprint(tuple(m.NAME for m in self.fusions), kept_ops)
+        self.registry = registry or make_registry()
+        names = tuple(m.NAME for m in self.fusions)
+        self._fingerprint = _fingerprint(names, kept_ops, self.registry)
         pure = [op for op in ALL_OPS if op.is_expandable and op.functional_reference is None]
         self._expanders = [
             (op, expander(op.overload, op.reference)) for op in pure if op.name not in kept_ops
@@ -74,6 +109,9 @@ class PassPipeline(CustomGraphPass):
             start = time.perf_counter()
             matches = module.apply(graph)
             self.on_pass(module.NAME, matches, time.perf_counter() - start)
+        start = time.perf_counter()
+        matches = choose_kernels.apply(graph, self.registry)
+        self.on_pass(choose_kernels.NAME, matches, time.perf_counter() - start)
         start = time.perf_counter()
         self.on_pass("expand", self._expand(graph), time.perf_counter() - start)
         graph.eliminate_dead_code()
@@ -101,11 +139,20 @@ def _expand_mutable(graph: Graph, op: OpSpec) -> int:
     )
 
 
-def _fingerprint(order: tuple[str, ...], kept_ops: frozenset[str]) -> str:
+def _fingerprint(order: tuple[str, ...], kept_ops: frozenset[str], registry: KernelRegistry) -> str:
     """Hash of sources, reference bodies, order and options; equal on every machine."""
     digest = hashlib.sha256()
-    digest.update(repr((order, sorted(kept_ops), torch.__version__)).encode())
-    for module in (reference, pattern, *FUSIONS, inspect.getmodule(_fingerprint)):
+    options = (order, sorted(kept_ops), registry.overrides, torch.__version__)
+    digest.update(repr(options).encode())
+    for module in (
+        reference,
+        pattern,
+        choose_kernels,
+        attention_choice,
+        gemm,
+        *FUSIONS,
+        inspect.getmodule(_fingerprint),
+    ):
         assert module is not None
         digest.update(inspect.getsource(module).encode())
     return digest.hexdigest()

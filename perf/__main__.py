@@ -3,7 +3,7 @@
 run      measures a scenario and appends its rows to perf/results/<machine>/
 check    exit code 1 if the newest run breaks perf/expected.json; lists metrics without a guard
 compare  two runs side by side
-report   the newest run of each scenario
+report   the newest run of each scenario; --markdown writes perf/README.md
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from perf import cpu_vs_peers, device_parity
-from perf.machine import BUSY_BELOW_IDLE_PERCENT, commit, environment, idle_percent, machine_name
-from perf.rows import ROOT, Row, newest_run, read_expectations, read_rows, write_rows
+from perf import cpu_vs_peers, device_parity, gpu_step, op_bench
+from perf.machine import commit, environment, idle_percent, machine_name
+from perf.report import compare_runs, report, show, write_markdown
+from perf.rows import ROOT, Outcome, Row, newest_run, read_expectations, read_rows, write_rows
 
 SCENARIOS: dict[str, Any] = {
-    cpu_vs_peers.NAME: cpu_vs_peers,
-    device_parity.NAME: device_parity,
+    module.NAME: module for module in (cpu_vs_peers, device_parity, gpu_step, op_bench)
 }
 
 
@@ -50,10 +47,13 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--no-start", dest="with_start", action="store_false", help="leave the two starts out"
     )
+    run.add_argument("--only", metavar="PART,PART", help="parts of gpu_step or op_bench")
+    run.add_argument("--commit", metavar="ID", help="where the files are no checkout of their own")
     commands.add_parser("check").add_argument("scenario", choices=SCENARIOS)
     compare = commands.add_parser("compare")
     compare.add_argument("run_ids", nargs=2, metavar="RUN_ID")
-    commands.add_parser("report")
+    shown = commands.add_parser("report")
+    shown.add_argument("--markdown", type=Path, metavar="FILE", help="all machines, as a document")
     return parser
 
 
@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = args.results / (args.machine or machine_name())
     if args.command == "run":
         return run_scenario(args, folder)
+    if args.command == "report" and args.markdown is not None:
+        write_markdown(args.markdown, args.results)
+        return 0
     rows = read_rows(folder)
     if args.command == "check":
         return check(newest_run(rows, args.scenario))
@@ -82,24 +85,31 @@ def run_scenario(args: argparse.Namespace, folder: Path) -> int:
     names = [f.name for f in fields(scenario.Options)]
     given = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     idle_before = idle_percent()
-    measured = scenario.run(
+    outcome: Outcome = scenario.run(
         scenario.Options(**given), lambda text: print(text, file=sys.stderr, flush=True)
     )
     idle = {"idle_percent_before": idle_before, "idle_percent_after": idle_percent()}
     made_at = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    made_from = args.commit or commit()
     rows = [
         entry.row(
             scenario=args.scenario,
-            run_id=f"{made_at}-{commit()}",
-            commit=commit(),
+            run_id=f"{made_at}-{made_from}",
+            commit=made_from,
             command=shlex.join(["python", "-m", "perf", *sys.argv[1:]]),
-            environment=environment() | idle,
+            environment=environment() | dict(outcome.environment) | idle,
+            void=outcome.void,
         )
-        for entry in measured
+        for entry in outcome.measured
     ]
-    print(f"appended to {write_rows(rows, folder)}", file=sys.stderr)
-    show(rows)
-    return 0
+    if rows:
+        print(f"appended to {write_rows(rows, folder)}", file=sys.stderr)
+        for name, text in outcome.documents.items():
+            (folder / name).write_text(f"Run `{rows[0].run_id}`.\n\n{text}")
+        show(rows)
+    for failure in outcome.failures:
+        print(f"not measured: {failure}", file=sys.stderr)
+    return int(bool(outcome.failures))
 
 
 def check(rows: Sequence[Row]) -> int:
@@ -107,61 +117,19 @@ def check(rows: Sequence[Row]) -> int:
     if not rows:
         print("no run to check", file=sys.stderr)
         return 1
-    expectations = read_expectations()
-    has_failed = False
+    expectations = read_expectations().get(rows[0].scenario, {})
+    has_failed = rows[0].void
+    if has_failed:
+        print(f"run {rows[0].run_id} is void: the device gave less than it should")
     for row in rows:
-        expected = expectations.get(row.metric)
+        expected = expectations.get(row.key)
         failure = expected.failure(row.value) if expected else None
         has_failed = has_failed or failure is not None
         verdict = "no guard" if expected is None else failure or "ok"
-        print(f"{row.metric}: {row.value:.4g} {row.unit}: {verdict}")
-    for missing in sorted(expectations.keys() - {row.metric for row in rows}):
+        print(f"{row.key}: {row.value:.4g} {row.unit}: {verdict}")
+    for missing in sorted(expectations.keys() - {row.key for row in rows}):
         print(f"{missing}: not measured")
     return int(has_failed)
-
-
-def compare_runs(rows: Sequence[Row], first: str, second: str) -> int:
-    """Shows the metrics of two runs side by side."""
-    runs = [{r.metric: r for r in rows if r.run_id == run_id} for run_id in (first, second)]
-    for run_id, run in zip((first, second), runs, strict=True):
-        if not run:
-            known = ", ".join(dict.fromkeys(r.run_id for r in rows)) or "none"
-            print(f"no run {run_id}; there are: {known}", file=sys.stderr)
-            return 1
-    table = Table("metric", first, second, "change")
-    for metric in dict.fromkeys([*runs[0], *runs[1]]):
-        pair = [run.get(metric) for run in runs]
-        shown = [f"{row.value:.4g}" if row else "-" for row in pair]
-        before, after = pair
-        change = f"x {after.value / before.value:.3f}" if before and after and before.value else ""
-        table.add_row(metric, *shown, change)
-    Console(highlight=False).print(table)
-    return 0
-
-
-def report(rows: Sequence[Row]) -> None:
-    """Shows the newest run of each scenario."""
-    if not rows:
-        print("no results for this machine")
-    for scenario in dict.fromkeys(row.scenario for row in rows):
-        show(newest_run(rows, scenario))
-
-
-def show(rows: Sequence[Row]) -> None:
-    """One run as a table; says so if the machine was busy."""
-    origin = rows[0]
-    seen = [origin.environment.get(f"idle_percent_{when}") for when in ("before", "after")]
-    table = Table("metric", "value", "unit", "n", "smallest", "largest")
-    for row in rows:
-        low, high = row.spread
-        value, smallest, largest = (f"{number:.4g}" for number in (row.value, low, high))
-        table.add_row(row.metric, value, row.unit, str(row.n), smallest, largest)
-    console = Console(highlight=False)
-    console.print(f"{origin.scenario}  run {origin.run_id}  {origin.environment['device']}")
-    console.print(f"{origin.command}\nidle before and after: {seen[0]} % and {seen[1]} %")
-    if any(idle is not None and idle < BUSY_BELOW_IDLE_PERCENT for idle in seen):
-        console.print("the machine was busy: repeat before quoting a ratio")
-    console.print(table)
 
 
 if __name__ == "__main__":

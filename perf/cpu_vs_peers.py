@@ -24,7 +24,7 @@ from typing import Any
 
 from compiled_engine.config import DEFAULT_MODEL, default_cache_dir
 from compiled_engine.models.source import resolve_model
-from perf.rows import Measured
+from perf.rows import Measured, Outcome
 
 NAME = "cpu_vs_peers"
 INPUT_LEN = 32
@@ -128,7 +128,7 @@ class Worker:
         return answer
 
 
-def run(options: Options, note: Note) -> list[Measured]:
+def run(options: Options, note: Note) -> Outcome:
     """Measures; raises SystemExit if a worker fails, and then nothing is recorded."""
     folder = resolve_model(options.model, default_cache_dir())
     measured = _measure_start(folder, note) if options.with_start else []
@@ -149,7 +149,7 @@ def run(options: Options, note: Note) -> list[Measured]:
             total = [partial(w.total_tokens_per_s, NUM_STREAMS, length) for w in (ours, worker)]
             name = f"total_{NUM_STREAMS}_streams_vs_{kind}"
             measured.append(_take_turns(name, total, options.num_repeats, note))
-    return measured
+    return Outcome(measured=measured)
 
 
 def _take_turns(

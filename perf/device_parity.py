@@ -8,7 +8,6 @@ over eager, and over the time the device needs just to read the weights once, me
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import tempfile
 import time
@@ -18,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.config import DEFAULT_MODEL
-from perf.rows import Measured
+from perf.ceilings import read_tb_s
+from perf.qwen3_8b import write_folder
+from perf.rows import Measured, Outcome
 
 NAME = "device_parity"
 Note = Callable[[str], None]
@@ -29,22 +30,6 @@ PROMPTS = (
     "List the planets of the solar system.",
     "Why is the sky blue?",
 )
-SHAPE_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 BATCH_SIZES = (1, 8)
 
 
@@ -63,7 +48,7 @@ class Options:
     output_len: int = 48
 
 
-def run(options: Options, note: Note) -> list[Measured]:
+def run(options: Options, note: Note) -> Outcome:
     """Measures everything; takes minutes."""
     import torch
 
@@ -81,7 +66,9 @@ def run(options: Options, note: Note) -> list[Measured]:
         _count("tokens_device_differ_from_cpu", _differing(answers, "eager", "cpu")),
         _count("tokens_compared", sum(map(len, answers["eager"]))),
     ]
-    return measured + (_decode_8b(options, note) if device == "cuda" else [])
+    if device == "cuda":
+        measured += _decode_8b(options, note)
+    return Outcome(measured=measured)
 
 
 def _count(metric: str, value: int) -> Measured:
@@ -116,7 +103,7 @@ def _decode_8b(options: Options, note: Note) -> list[Measured]:
     seconds: dict[tuple[bool, int], list[float]] = {}
     weight_bytes = 0
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(SHAPE_8B))
+        write_folder(Path(folder))
         for eager in (True, False):
             loop, weight_bytes = _dummy_loop(folder, eager)
             for size in BATCH_SIZES:
@@ -130,7 +117,7 @@ def _decode_8b(options: Options, note: Note) -> list[Measured]:
             del loop
             gc.collect()
             torch.cuda.empty_cache()
-    floor_s = weight_bytes / _read_bandwidth()
+    floor_s = weight_bytes / (statistics.median(read_tb_s(num_repeats=3)) * 1e12)
     measured = []
     for size in BATCH_SIZES:
         fast, plain = seconds[False, size], seconds[True, size]
@@ -179,19 +166,3 @@ def _step_seconds(loop: Any, batch_size: int, output_len: int) -> float:
     loop.drain()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / (loop.stats.num_steps - before)
-
-
-def _read_bandwidth() -> float:
-    """Bytes per second of the best of ten reductions over 4 GiB."""
-    import torch
-
-    data = torch.ones(2**31, dtype=torch.bfloat16, device="cuda")
-    best = float("inf")
-    for _ in range(10):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        data.amax()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3)
-    return data.numel() * data.element_size() / best

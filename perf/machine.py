@@ -31,9 +31,49 @@ def environment() -> dict[str, Any]:
         "driver": info.driver,
         "num_cpus": os.cpu_count(),
         "python": platform.python_version(),
-        "torch": metadata.version("torch"),
+        "torch": _torch_version(),
+        "triton": _version("triton"),
         "transformers": metadata.version("transformers"),
     }
+
+
+def _torch_version() -> str:
+    """With the build (`+cu130`), which the package's own metadata leaves out."""
+    import torch
+
+    return str(torch.__version__)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def clocks() -> dict[str, Any]:
+    """Clocks, power and limits of the first GPU at this moment; empty without one."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        sm, memory = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
+        return {
+            "sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(device, sm),
+            "memory_clock_mhz": pynvml.nvmlDeviceGetClockInfo(device, memory),
+            "max_sm_clock_mhz": pynvml.nvmlDeviceGetMaxClockInfo(device, sm),
+            "power_w": pynvml.nvmlDeviceGetPowerUsage(device) / 1000,
+            "power_limit_w": pynvml.nvmlDeviceGetPowerManagementLimit(device) / 1000,
+            "temperature_c": pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU),
+        }
+    except pynvml.NVMLError as error:
+        return {"clocks": str(error)}
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def idle_percent() -> int | None:

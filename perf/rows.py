@@ -1,15 +1,16 @@
 """Rows of results: what one says, where they lie, what is expected of them.
 
 A row is one metric of one run, as a line of JSON in `perf/results/<machine>/<scenario>.jsonl`.
-Times of different runs are never compared: a metric of speed is a ratio within its run.
+Times of different runs are never compared: a metric of speed is a ratio within its run, or stands
+beside the ceilings that the same run measured.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ class Row:
 
     Attributes:
         value: median of the repeats.
-        unit: "ratio" or "count".
+        unit: of the value.
         n: repeats.
         spread: smallest and largest repeat.
         run_id: the same for all rows of a run.
         command: what was run.
         environment: device, versions, and how idle the machine was.
+        model, dtype: what was measured with; empty where it does not matter.
+        batch: rows of the batch, where the metric has one.
+        case: what tells rows of one metric and batch apart; empty where nothing must.
+        void: the machine gave too little for any row of the run to count.
     """
 
     scenario: str
@@ -41,15 +46,36 @@ class Row:
     commit: str
     command: str
     environment: dict[str, Any]
+    model: str = ""
+    dtype: str = ""
+    batch: int | None = None
+    case: str = ""
+    void: bool = False
+
+    @property
+    def key(self) -> str:
+        """What the row is called in `expected.json`: `metric[batch=8,case=cold]`."""
+        return key_of(self.metric, self.batch, self.case)
+
+
+def key_of(metric: str, batch: int | None = None, case: str = "") -> str:
+    """The metric's name, with batch and case in brackets where there are any."""
+    parts = [f"batch={batch}"] if batch is not None else []
+    parts += [f"case={case}"] if case else []
+    return f"{metric}[{','.join(parts)}]" if parts else metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Repeats of one metric, before they become a row."""
+    """Repeats of one metric, before they become a row; fields as in `Row`."""
 
     metric: str
     unit: str
     values: Sequence[float]
+    model: str = ""
+    dtype: str = ""
+    batch: int | None = None
+    case: str = ""
 
     def row(self, **origin: Any) -> Row:
         """The row; `origin` holds the fields that say where it comes from."""
@@ -59,8 +85,31 @@ class Measured:
             value=statistics.median(self.values),
             n=len(self.values),
             spread=(min(self.values), max(self.values)),
+            model=self.model,
+            dtype=self.dtype,
+            batch=self.batch,
+            case=self.case,
             **origin,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a scenario hands back.
+
+    Attributes:
+        measured: in the order of the report.
+        environment: what it knows of the machine beyond `machine.environment`.
+        void: see `Row`.
+        failures: what could not be measured, and why; the rest still counts.
+        documents: file name -> text, to lie beside the rows.
+    """
+
+    measured: Sequence[Measured]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    void: bool = False
+    failures: Sequence[str] = ()
+    documents: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +130,10 @@ class Expectation:
             return f"not {self.equals:g}"
         return None
 
+    def __str__(self) -> str:
+        signs = (("≥", self.at_least), ("≤", self.at_most), ("=", self.equals))
+        return " ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
+
 
 def write_rows(rows: Sequence[Row], folder: Path) -> Path:
     """Appends the rows of one run; returns the file."""
@@ -93,21 +146,26 @@ def write_rows(rows: Sequence[Row], folder: Path) -> Path:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """All rows of a machine, oldest first in each file."""
+    """All rows of a machine, oldest first in each file. Fields with a default may be missing."""
     names = {f.name for f in fields(Row)}
+    required = {f.name for f in fields(Row) if f.default is MISSING}
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             values = json.loads(line)
-            if values.keys() != names:
-                raise SystemExit(f"{path}:{number}: no row: {sorted(names ^ values.keys())}")
+            wrong = (required - values.keys()) | (values.keys() - names)
+            if wrong:
+                raise SystemExit(f"{path}:{number}: no row: {sorted(wrong)}")
             rows.append(Row(**values | {"spread": tuple(values["spread"])}))
     return rows
 
 
-def read_expectations() -> dict[str, Expectation]:
-    """Metric -> what is expected of it."""
-    return {name: Expectation(**entry) for name, entry in json.loads(EXPECTED.read_text()).items()}
+def read_expectations() -> dict[str, dict[str, Expectation]]:
+    """Scenario -> row key -> what is expected of it."""
+    return {
+        scenario: {key: Expectation(**entry) for key, entry in entries.items()}
+        for scenario, entries in json.loads(EXPECTED.read_text()).items()
+    }
 
 
 def newest_run(rows: Sequence[Row], scenario: str) -> list[Row]:

@@ -85,7 +85,11 @@ def test_the_readme_lists_every_flag_with_its_default(config):
         if field.name == "model":
             continue
         flag = field.name.replace("_", "-")
-        names = [flag, f"no-{flag}", flag.removesuffix("es") if flag == "disable-passes" else flag]
+        names = [
+            flag,
+            f"no-{flag}",
+            {"disable-passes": "disable-pass", "kernels": "kernel"}.get(flag, flag),
+        ]
         found = next((name for name in names if name in rows), None)
         assert found, f"--{flag} is missing from the README's table"
         default = field.default

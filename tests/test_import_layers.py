@@ -38,7 +38,7 @@ class Layer:
     only: tuple[str, ...] | None = None
     never: tuple[str, ...] = ()
     no_packages: tuple[str, ...] = ()
-    no_packages_at_import: tuple[str, ...] = ()
+    lazily: tuple[str, ...] = ()
 
 
 BASE = ("errors", "config", "request", "counters")
@@ -47,7 +47,8 @@ TEXT = ("ipc", "tokenizer", "detokenizer", "chat_template")
 LAYERS: tuple[Layer, ...] = (
     Layer(0, BASE, own=True, no_packages=HEAVY),
     Layer(1, ("device", "compile.torch_compat"), no_packages=("transformers", "xgrammar")),
-    Layer(2, ("custom_ops", "custom_ops.*"), own=True, no_packages_at_import=("triton",)),
+    # Modules of Triton kernels import it, and are imported by launchers when they first run.
+    Layer(2, ("custom_ops", "custom_ops.*"), own=True, lazily=("triton",)),
     Layer(3, ("passes", "passes.*"), own=True, never=("models",)),
     Layer(
         3,
@@ -63,9 +64,13 @@ LAYERS: tuple[Layer, ...] = (
         own=True,
         never=("models", "passes", "compile"),
     ),
-    Layer(6, ("step", "loop", "warmup", "explain"), own=True),
+    Layer(
+        6,
+        ("pieces", "upload", "step", "step_times", "memory", "loop", "warmup", "explain"),
+        own=True,
+    ),
     Layer(7, TEXT, own=True, only=BASE, no_packages=("torch", "xgrammar", "triton")),
-    Layer(7, ("engine", "engine_process", "llm", "bench", "bench.*"), own=True),
+    Layer(7, ("settings", "engine", "engine_process", "llm", "bench", "bench.*"), own=True),
     Layer(8, ("server", "server.*"), own=True, only=(*BASE, *TEXT), no_packages=HEAVY),
     Layer(9, ("cli", "commands", "commands.*"), own=True),
 )
@@ -93,6 +98,7 @@ class Checker:
 
     def run(self) -> list[str]:
         known = {file.module for file in self.files}
+        self._imports = {file.name: list(imports_of(file, known)) for file in self.files}
         for file in self.files:
             row = row_of(file.name)
             if row is None and file.name:
@@ -100,18 +106,22 @@ class Checker:
                     f"{file.label}:1: module {file.name} is in no layer: add it to the table"
                 )
                 continue
-            for found in imports_of(file, known):
+            for found in self._imports[file.name]:
                 self._check(file, row, found)
         return self.problems
+
+    def _is_heavy(self, name: str, packages: tuple[str, ...]) -> bool:
+        """The module imports one of the packages as soon as it is imported."""
+        return any(
+            not found.is_local and found.target.split(".")[0] in packages
+            for found in self._imports.get(name, ())
+        )
 
     def _check(self, file: SourceFile, row: Layer | None, found: Import) -> None:
         where = f"{file.label}:{found.line}:"
         if not is_ours(found.target):
             package = found.target.split(".")[0]
-            banned = row is not None and (
-                package in row.no_packages
-                or (package in row.no_packages_at_import and not found.is_local)
-            )
+            banned = row is not None and package in row.no_packages
             if banned and not (found.is_local and package in LAZY_PACKAGES.get(file.name, ())):
                 assert row is not None
                 self.problems.append(f"{where} layer {row.number} ({file.name}) imports {package}")
@@ -126,6 +136,15 @@ class Checker:
         target_row = row_of(target)
         if target_row is None:
             self.problems.append(f"{where} imports {target}, which is in no layer")
+        elif (
+            not found.is_local
+            and self._is_heavy(target, target_row.lazily)
+            and not self._is_heavy(file.name, target_row.lazily)
+        ):
+            self.problems.append(
+                f"{where} layer {row.number} ({file.name}) imports {target} at import, which holds "
+                f"kernels"
+            )
         elif not may_import(row, target, target_row):
             self.problems.append(
                 f"{where} layer {row.number} ({file.name}) imports layer {target_row.number} "
@@ -210,8 +229,9 @@ def test_every_row_but_the_planned_ones_has_modules():
         ),
         (
             "custom_ops/x.py",
-            "import triton",
-            "custom_ops/x.py:1: layer 2 (custom_ops.x) imports triton",
+            "from compiled_engine.custom_ops import norm_triton",
+            "custom_ops/x.py:1: layer 2 (custom_ops.x) imports custom_ops.norm_triton at import, "
+            "which holds kernels",
         ),
         (
             "compiled_engine/outbox_x.py",
@@ -253,11 +273,15 @@ def problems_of(extra: SourceFile) -> list[str]:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("custom_ops/x.py", "def launch():\n    import triton"),
+        ("custom_ops/x.py", "def f():\n    from compiled_engine.custom_ops import norm_triton"),
+        (
+            "custom_ops/x.py",
+            "import triton\nfrom compiled_engine.custom_ops import norm_triton",
+        ),
         ("compiled_engine/loop_x.py", None),
         ("server/x.py", "from compiled_engine import __version__"),
     ],
-    ids=["lazy-triton", "no-such-file", "version"],
+    ids=["lazy-kernels", "kernels", "no-such-file", "version"],
 )
 def test_allowed_imports_are_not_reported(path, source):
     if source is None:

@@ -29,6 +29,7 @@ C = TypeVar("C", EngineConfig, ServerConfig)
 _FLAGS: dict[str, tuple[str, ...]] = {
     "chunked_prefill_size": ("--chunked-prefill-size", "--max-num-batched-tokens"),
     "disable_passes": ("--disable-pass",),
+    "kernels": ("--kernel",),
 }
 _METAVARS = {int: "N", float: "X", Path: "DIR", str: "TEXT"}
 
@@ -95,8 +96,9 @@ def config_from_args(config_class: type[C], args: argparse.Namespace) -> C:
         ConfigError: a value is out of range.
     """
     given = {f.name: getattr(args, f.name) for f in fields(config_class) if f.name in args}
-    if "disable_passes" in given:
-        given["disable_passes"] = tuple(given["disable_passes"])
+    for name in ("disable_passes", "kernels"):
+        if name in given:
+            given[name] = tuple(given[name])
     return config_class(**given)
 
 

@@ -84,7 +84,7 @@ def choices(config: EngineConfig) -> dict[str, Any]:
     """What an engine would choose for the values that were left open."""
     from compiled_engine.compile.torch_compat import has_own_kernel
     from compiled_engine.custom_ops.attention import PAGED_ATTENTION
-    from compiled_engine.engine import preview_settings
+    from compiled_engine.settings import preview_settings
 
     settings = preview_settings(config)
     buckets = settings.buckets

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from compiled_engine.commands.progress import PhaseProgress, stderr_console
-from compiled_engine.commands.settings_table import print_settings
+from compiled_engine.commands.settings_table import print_memory, print_settings
 from compiled_engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -43,7 +43,10 @@ def open_engine(
             if on_report is not None:
                 on_report(phase, label, done, total)
 
-        return build_engine(config, report)
+        engine = build_engine(config, report)
+    if engine.memory is not None and not is_quiet:
+        print_memory(console, dict(engine.memory.rows()))
+    return engine
 
 
 def run_loop(loop: StepLoop) -> Iterator[TokenEvent]:

@@ -1,4 +1,4 @@
-"""The table of effective settings, on standard error."""
+"""The tables of effective settings and of GPU memory, on standard error."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def print_settings(console: Console, *configs: EngineConfig | ServerConfig) -> N
             name = "MODEL" if entry.name == "model" else flags_of(entry.name)[0]
             value = _shown(entry.name, getattr(config, entry.name))
             table.add_row("*" if entry.name in changed else "", name, value)
+    console.print(table)
+
+
+def print_memory(console: Console, memory: dict[str, int]) -> None:
+    """Where the GPU's memory went, by name in bytes; prints nothing where there is none."""
+    if not memory:
+        return
+    table = Table(title="GPU memory", title_justify="left", pad_edge=False, box=None)
+    table.add_column("for", no_wrap=True)
+    table.add_column("GiB", justify="right")
+    for name, size in memory.items():
+        table.add_row(name, f"{size / 2**30:.2f}")
     console.print(table)
 
 

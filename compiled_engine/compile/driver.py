@@ -15,35 +15,59 @@ from compiled_engine.compile.direct import DirectPiece, PlainPiece
 from compiled_engine.compile.torch_compat import dynamo_counters, set_cache_dir, with_own_code
 from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
+from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.passes import PassPipeline
+from compiled_engine.passes.pipeline import PieceTraits
+
+PLAIN = PieceTraits()
 
 
 class CompileDriver:
     """One per engine.
 
     Args:
-        config: `enforce_eager` and `disable_passes` are read, and the cache folder.
-        kept_ops: fused ops that have a kernel on this device.
+        config: `enforce_eager`, `disable_passes`, `kernels` and the cache folder are read.
+        kept_ops: fused ops that have a kernel on this device and stay in the graph.
 
     Raises:
-        ConfigError: an unknown pass name in `disable_passes`.
+        ConfigError: an unknown name in `disable_passes` or `kernels`.
     """
 
     def __init__(self, config: EngineConfig, *, kept_ops: frozenset[str] = frozenset()) -> None:
         self.counters = CompileCounters()
         self.is_eager = config.enforce_eager
+        self.kept_ops = kept_ops
+        self.disabled_passes = config.disable_passes
+        self.registry = make_registry(config.kernels)
         set_cache_dir(os.path.join(config.cache_dir, "inductor"))
-        self.passes = PassPipeline(
-            disabled=config.disable_passes,
-            kept_ops=kept_ops,
-            on_pass=self.counters.count_pass,
-        )
+        self._passes: dict[PieceTraits, PassPipeline] = {}
+        self.passes(PieceTraits())  # names an unknown pass before anything else is done
         self._start: dict[str, int] = {}
         if not self.is_eager:
             self._start = dynamo_counters()
             self._graphs_when_warm: int | None = None
 
-    def compile(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def passes(self, traits: PieceTraits) -> PassPipeline:
+        """The passes for pieces with such traits."""
+        if traits not in self._passes:
+            self._passes[traits] = PassPipeline(
+                disabled=tuple(dict.fromkeys((*self.disabled_passes, *traits.skipped()))),
+                kept_ops=self.kept_ops,
+                on_pass=self.counters.count_pass,
+                registry=self.registry,
+            )
+        return self._passes[traits]
+
+    def runs_pass(self, name: str) -> bool:
+        """Whether compiled pieces that the pass is for are rewritten by it."""
+        return not self.is_eager and name not in self.disabled_passes
+
+    def compile(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        traits: PieceTraits = PLAIN,
+    ) -> Callable[..., Any]:
         """`function` compiled as one graph, or itself when eager.
 
         The copy has a code object of its own: other pieces made from the same function do not share
@@ -57,7 +81,7 @@ class CompileDriver:
             with_own_code(function, name),
             fullgraph=True,
             dynamic=False,
-            options={"post_grad_custom_pre_pass": self.passes},
+            options={"post_grad_custom_pre_pass": self.passes(traits)},
         )
 
     def compile_direct(
@@ -67,12 +91,17 @@ class CompileDriver:
         *,
         num_static: int,
         num_shared: int,
+        traits: PieceTraits = PLAIN,
     ) -> DirectPiece | PlainPiece:
         """`function` compiled as one graph that is called past Dynamo; see `DirectPiece`."""
         if self.is_eager:
             return PlainPiece(function)
         return DirectPiece(
-            function, name, num_static=num_static, num_shared=num_shared, passes=self.passes
+            function,
+            name,
+            num_static=num_static,
+            num_shared=num_shared,
+            passes=self.passes(traits),
         )
 
     def finish_warm_up(self) -> None:

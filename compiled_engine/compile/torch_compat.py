@@ -81,6 +81,11 @@ def mark_any_size(tensor: torch.Tensor, dim: int) -> None:
     torch._dynamo.decorators.mark_unbacked(tensor, dim)
 
 
+def has_any_size(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether `mark_any_size` was called on it."""
+    return dim in getattr(tensor, "_dynamo_unbacked_indices", ())
+
+
 def set_cache_dir(path: str) -> None:
     """Puts Inductor's cache into `path`. Must run before Inductor is imported."""
     import os

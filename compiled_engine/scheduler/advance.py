@@ -107,7 +107,6 @@ def advance(
 def _counts(state: SchedulerState, plan: Plan) -> Tensor:
     group = state.groups[0]
     row_state = state.state
-    is_free_page = group.ref == 0
     is_waiting = (row_state == WAITING) | (row_state == RETRACTED)
     is_resident = (row_state >= PREFILL) & (row_state <= BLOCKED)
     values = (
@@ -117,8 +116,8 @@ def _counts(state: SchedulerState, plan: Plan) -> Tensor:
         plan.num_unserved,
         plan.wanted,
         plan.num_tokens,
-        is_free_page.sum(),
-        (is_free_page & (group.uid > 0)).sum(),
+        group.num_free,
+        group.num_free_cached,
         state.num_retractions,
         state.error.sum(),
     )

@@ -5,8 +5,6 @@ page
 i is `mix(chain_i)`. A sum of mixed terms can be formed for a whole prompt by one wrapping cumsum,
 or link by link as tokens arrive; both give the same bits. Correctness never rests on a key: tokens
 and the parent's publication number are compared too.
-
-Source: the finaliser of splitmix64 as `mix`.
 """
 
 from __future__ import annotations
@@ -16,29 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from compiled_engine.custom_ops.hashing import mix, signed
+
 if TYPE_CHECKING:
     from compiled_engine.scheduler.state import SchedulerShape
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-GOLDEN = _signed(0x9E3779B97F4A7C15)
-PAGE_STEP = _signed(0xD1B54A32D192ED03)
-MIX_A = _signed(0xBF58476D1CE4E5B9)
-MIX_B = _signed(0x94D049BB133111EB)
-
-
-def _logical_shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def mix(x: Tensor) -> Tensor:
-    """Scrambles int64 values, wrapping."""
-    x = (x ^ _logical_shift(x, 30)) * MIX_A
-    x = (x ^ _logical_shift(x, 27)) * MIX_B
-    return x ^ _logical_shift(x, 31)
+GOLDEN = signed(0x9E3779B97F4A7C15)
+PAGE_STEP = signed(0xD1B54A32D192ED03)
 
 
 def root_sum(salt: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ def release(shape: SchedulerShape, state: SchedulerState, group: GroupState) -> 
     is_published = group.uid[pages] > 0
     push_tail(shape, group, pages, is_last & is_published)
     push_head(shape, group, pages, is_last & ~is_published)
+    group.num_free.add_(is_last.sum().int())
+    group.num_free_cached.add_((is_last & is_published).sum().int())
     push_token_pages(shape, state, rows, has_ended[rows])
     group.owned.masked_fill_(is_released, 0)
     state.num_computed.masked_fill_(is_released, 0)
@@ -124,6 +126,8 @@ def take(shape: SchedulerShape, group: GroupState, offset: Tensor, count: Tensor
     column = (group.owned[row] + entry - offset[row]).clamp(0, shape.table_width - 1)
     group.block_table.index_put_((row, column), taken.int())
     group.owned.add_(count)
+    group.num_free.sub_(total.int())
+    group.num_free_cached.sub_((is_real & (group.uid[taken] > 0)).sum().int())
     _unpublish(shape, group, taken)
     ones = is_real.int()
     group.ref.index_put_((taken,), torch.where(is_real, ones, 1))  # ref[0] stays 1

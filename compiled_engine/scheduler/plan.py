@@ -127,11 +127,15 @@ def _admit(
     place = torch.arange(shape.table_width, device=rows.device)
     is_page = (place < found.matched[:, None]) & is_considered[:, None]  # [A, P]
     pages = torch.where(is_page, found.pages, 0)
+    num_charged = _charged_pages(shape, group, pages)
     is_admitted = is_considered & _passes_gate(
-        shape, state, group, (rows, found), (pages, is_considered), budget
+        shape, state, group, (rows, found), (num_charged, is_considered), budget
     )
     is_page = is_page & is_admitted[:, None]
     pages = torch.where(is_page, pages, 0)
+    num_taken = torch.where(is_admitted, num_charged, 0).sum().int()
+    group.num_free.sub_(num_taken)
+    group.num_free_cached.sub_(num_taken)  # only published pages are found
     group.ref.index_add_(0, pages.flatten(), is_page.flatten().int())
     group.ring_pos.index_put_((pages,), torch.full_like(pages, NO_POSITION))
     target = torch.where(is_admitted, rows, shape.max_rows)
@@ -177,6 +181,18 @@ def _is_deferred(
     return can_use & (behind_candidate | is_same.any(1))
 
 
+def _charged_pages(shape: SchedulerShape, group: GroupState, pages: Tensor) -> Tensor:
+    """Cached pages [A] that would leave the free set, each charged to the first that matched it."""
+    index = torch.arange(shape.num_candidates, device=pages.device)
+    lanes = index[:, None].expand_as(pages)
+    first = torch.full(
+        (shape.num_pages,), shape.num_candidates, dtype=torch.int64, device=pages.device
+    )
+    first = first.scatter_reduce(0, pages.flatten(), lanes.flatten(), "amin")
+    is_charged = (pages > 0) & (first[pages] == lanes) & (group.ref[pages] == 0)
+    return is_charged.sum(1)
+
+
 def _passes_gate(
     shape: SchedulerShape,
     state: SchedulerState,
@@ -187,22 +203,13 @@ def _passes_gate(
 ) -> Tensor:
     """Which considered candidates [A] fit, in order: pages for the whole prompt, tokens now."""
     rows, found = candidates
-    pages, is_considered = considered
+    num_charged, is_considered = considered
     target = _target(shape, state)
     is_resident = (state.state == PREFILL) | (state.state == DECODE) | (state.state == BLOCKED)
     reserve = torch.where(is_resident, (target - group.owned).clamp_min(0), 0).sum()
-    num_free = (group.ref == 0).sum()
-    # Cached pages that would leave the free set, each charged to the first that matched it.
-    index = torch.arange(shape.num_candidates, device=rows.device)
-    lanes = index[:, None].expand_as(pages)
-    first = torch.full(
-        (shape.num_pages,), shape.num_candidates, dtype=torch.int64, device=rows.device
-    )
-    first = first.scatter_reduce(0, pages.flatten(), lanes.flatten(), "amin")
-    is_charged = (pages > 0) & (first[pages] == lanes) & (group.ref[pages] == 0)
-    charge = is_charged.sum(1) + target[rows] - found.matched
+    charge = num_charged + target[rows] - found.matched
     charge = torch.where(is_considered, charge, 0)
-    has_pages = torch.cumsum(charge, 0) <= num_free - reserve
+    has_pages = torch.cumsum(charge, 0) <= group.num_free - reserve
     want = state.num_tokens - _mask_missing(state).int()
     want_now = torch.where(is_considered, want[rows] - found.matched * shape.page_size, 0)
     resident_want = _wanted(state)[0].sum()
@@ -222,8 +229,7 @@ def _grant_pages(
     need = (_pages(shape, state.num_computed + give) - group.owned).clamp_min(0)
     need = torch.where(give > 0, need, 0)
     offset = _before(precedes, need)
-    available = (group.ref == 0).sum().int()
-    got = torch.minimum((available - offset).clamp_min(0), need)
+    got = torch.minimum((group.num_free - offset).clamp_min(0), need)
     room = (group.owned + got) * shape.page_size - state.num_computed
     give = torch.minimum(give, room.clamp_min(0))
     take(shape, group, offset, got)

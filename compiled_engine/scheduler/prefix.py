@@ -71,6 +71,19 @@ def match(
     return Matches(pages, matched, first_key, limit)
 
 
+def forget_all(group: GroupState) -> None:
+    """Unpublishes every page, in place: nothing matches until something is published anew.
+
+    For a scheduler whose rows are all FREE: a row that runs on would publish children of pages that
+    are gone. The free pages stay as they are; publication numbers go on, so none is used again.
+    """
+    group.uid.zero_()
+    group.parent_uid.zero_()
+    group.index_slot.fill_(-1)
+    group.tkey.zero_()
+    group.tpage.zero_()
+
+
 class _Places(NamedTuple):
     """Pages that this step completed, as a list of K places in (row, page) order."""
 
@@ -205,6 +218,14 @@ def _swap(
     gained = torch.where(is_swapped, canonical, 0)
     lost = torch.where(is_swapped, places.own, 0)
     amount = is_swapped.int()
+    # Gained pages leave the free set, each once; lost ones join it and are not published.
+    index = torch.arange(shape.max_publishes, device=row.device)
+    taker = torch.full_like(group.uid, shape.max_publishes)
+    taker = taker.scatter_reduce(0, gained, index, "amin")
+    was_free = is_swapped & (group.ref[gained] == 0)
+    num_taken = (was_free & (taker[gained] == index)).sum().int()
+    group.num_free.add_(amount.sum().int() - num_taken)
+    group.num_free_cached.sub_(num_taken)
     group.ring_pos.index_put_((gained,), torch.full_like(gained, NO_POSITION))
     group.ref.index_add_(0, gained, amount)
     group.ref.index_add_(0, lost, -amount)

@@ -17,6 +17,7 @@ take) and `advance` (tokens, publish, transitions); read by `layout`, `sampler` 
 | ref, uid, parent_uid, index_slot, page_tokens | N | release, admit, take, publish | page maths |
 | ring, ring_pos, head, tail | C+1 i32; N i64; scalars i64 | release, admit, take, publish | take |
 | tkey, tpage | buckets+1 x ways | publish, take | match, publish |
+| num_free, num_free_cached | scalars i32 | release, admit, take, publish | gate, take, outbox |
 | token_table, token_pages, chain | paged token store | inbox, advance, release | match, layout |
 | error | kinds i32 | inbox, advance | outbox |
 """
@@ -153,6 +154,8 @@ class GroupState(NamedTuple):
     uid_next: Tensor  # i64
     tkey: Tensor  # [buckets + 1, ways] i64
     tpage: Tensor  # [buckets + 1, ways] i32, 0 = empty
+    num_free: Tensor  # i32, pages with ref 0
+    num_free_cached: Tensor  # i32, of these, published ones
 
 
 class SchedulerState(NamedTuple):
@@ -253,6 +256,8 @@ def _new_group(shape: SchedulerShape, device: torch.device | str) -> GroupState:
         uid_next=torch.tensor(1, dtype=torch.int64, device=device),
         tkey=full(shape.index_buckets + 1, shape.index_ways, dtype=torch.int64),
         tpage=full(shape.index_buckets + 1, shape.index_ways, dtype=torch.int32),
+        num_free=torch.tensor(pages - 1, dtype=torch.int32, device=device),
+        num_free_cached=torch.tensor(0, dtype=torch.int32, device=device),
     )
 
 

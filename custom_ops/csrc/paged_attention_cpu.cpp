@@ -2,6 +2,9 @@
 //
 //   out[t, h] = softmax(scale * q[t, h] . K[0..p(t)]) @ V[0..p(t)],   p(t) = position of token t
 //
+// Options: with a window a token sees only the last `window` positions; a soft cap c turns a score s
+// into c * tanh(s / c); a sink is one more logit a head that only the denominator sees.
+//
 // A work item is (sequence, kv head, block of query tokens); the query heads of a group share the
 // loaded keys. Items walk the sequence's pages in tiles of kTile positions with a running maximum
 // and sum, so cost follows the sum of the sequence lengths and never the width of the block table.
@@ -9,6 +12,7 @@
 // from the pages; many rows (prefill) transpose a key tile once and stream over it, four rows of
 // accumulators at a time. Head dims are padded with zeros to whole vectors in the scratch copies.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -23,7 +27,9 @@ constexpr int kVectors = kTile / kLanes;
 
 struct Shape {
   int64_t num_heads, num_kv_heads, head_dim, page_size, table_width, num_seqs;
-  float scale;
+  int64_t window;         // 0: no limit
+  float scale, soft_cap;  // soft_cap 0: off
+  const float* sinks;  // [num_heads] or null
 };
 
 struct Item {
@@ -96,7 +102,9 @@ void add_values(const float* weights, const float* values, float* acc, int count
 }
 
 // Turns a row of scores into weights exp(score - running maximum), and rescales what was summed.
-void soften(float* s, int visible, float* top, float* total, float* acc, int width) {
+// Only scores [hidden, visible) count.
+void soften(float* s, int hidden, int visible, float* top, float* total, float* acc, int width) {
+  for (int j = 0; j < hidden; ++j) s[j] = -std::numeric_limits<float>::max();
   for (int j = visible; j < kTile; ++j) s[j] = -std::numeric_limits<float>::max();
   f32x16 x[kVectors], highest = f32x16{} + *top;
   for (int v = 0; v < kVectors; ++v) {
@@ -112,10 +120,12 @@ void soften(float* s, int visible, float* top, float* total, float* acc, int wid
     store16(s + v * kLanes, weight);
     sum += weight;
   }
-  for (int j = visible; j < kTile; ++j) {
+  auto drop = [&](int j) {
     sum[j % kLanes] -= s[j];
     s[j] = 0.0f;
-  }
+  };
+  for (int j = 0; j < hidden; ++j) drop(j);
+  for (int j = visible; j < kTile; ++j) drop(j);
   *total = *total * rescale + sum16(sum);
   *top = peak;
   if (rescale != 1.0f)
@@ -161,6 +171,17 @@ class Attention {
     return cache + (slot * shape_.num_kv_heads + kv_head) * dim_;
   }
 
+  static int within(int64_t value, int count) {
+    return static_cast<int>(std::max<int64_t>(0, std::min<int64_t>(count, value)));
+  }
+
+  // First position that the item's first token sees: what lies before it is never read.
+  int64_t first_start(const Item& item, int64_t last_position) const {
+    if (!shape_.window) return 0;
+    const int64_t first = last_position - (item.num_tokens - 1) - (shape_.window - 1);
+    return std::max<int64_t>(0, first);
+  }
+
   int64_t row_offset(const Item& item, int r, int from, int heads) const {
     const int64_t token = item.first_token + r / heads;
     const int64_t head = static_cast<int64_t>(item.kv_head) * group_ + from + r % heads;
@@ -176,10 +197,11 @@ class Attention {
         store16(x.query + r * width_ + d, load_part(source + d, dim_ - d) * shape_.scale);
         store16(x.acc + r * width_ + d, f32x16{});
       }
-      x.top[r] = -std::numeric_limits<float>::max();
-      x.total[r] = 0.0f;
+      const int64_t head = static_cast<int64_t>(item.kv_head) * group_ + from + r % heads;
+      x.top[r] = shape_.sinks ? shape_.sinks[head] : -std::numeric_limits<float>::max();
+      x.total[r] = shape_.sinks ? 1.0f : 0.0f;
     }
-    for (int64_t start = 0; start <= last_position; start += kTile) {
+    for (int64_t start = first_start(item, last_position); start <= last_position; start += kTile) {
       const int count = static_cast<int>(std::min<int64_t>(kTile, last_position + 1 - start));
       int64_t slots[kTile];
       find_slots(pages, start, count, slots);
@@ -190,12 +212,17 @@ class Attention {
         score_few(slots, count, item.kv_head, rows, x);
       for (int r = 0; r < rows; ++r) {
         const int64_t position = last_position - (item.num_tokens - 1 - r / heads);
-        const int visible = static_cast<int>(
-            std::max<int64_t>(0, std::min<int64_t>(count, position + 1 - start)));
-        if (visible > 0)
-          soften(x.score + r * kTile, visible, x.top + r, x.total + r, x.acc + r * width_, width_);
-        else
-          std::fill(x.score + r * kTile, x.score + (r + 1) * kTile, 0.0f);
+        const int visible = within(position + 1 - start, count);
+        const int hidden = shape_.window ? within(position + 1 - shape_.window - start, count) : 0;
+        float* scores = x.score + r * kTile;
+        if (hidden >= visible) {
+          std::fill(scores, scores + kTile, 0.0f);
+          continue;
+        }
+        if (shape_.soft_cap > 0.0f)
+          for (int j = hidden; j < visible; ++j)
+            scores[j] = shape_.soft_cap * std::tanh(scores[j] / shape_.soft_cap);
+        soften(scores, hidden, visible, x.top + r, x.total + r, x.acc + r * width_, width_);
       }
       int r = 0;
       for (; r + 4 <= rows; r += 4)
@@ -300,15 +327,17 @@ void run(const Shape& shape, const void* q, const void* k_cache, const void* v_c
 
 }  // namespace
 
-// dtype: 0 fp32, 1 bf16, 2 fp16. Tensors as in the Python contract; tokens past the last sequence
-// are left untouched (the caller zeroes them).
+// dtype: 0 fp32, 1 bf16, 2 fp16. Tensors as in the Python contract, sinks in fp32 or null; tokens
+// past the last sequence are left untouched (the caller zeroes them).
 extern "C" void ce_paged_attention(int32_t dtype, const void* q, const void* k, const void* v,
                                    const int32_t* block_table, const int32_t* seq_rows,
                                    const int32_t* seq_lens, const int32_t* query_start_loc,
-                                   void* out, int64_t num_heads, int64_t num_kv_heads,
-                                   int64_t head_dim, int64_t page_size, int64_t table_width,
-                                   int64_t num_seqs, float scale) {
-  const Shape shape{num_heads, num_kv_heads, head_dim, page_size, table_width, num_seqs, scale};
+                                   void* out, const float* sinks, int64_t num_heads,
+                                   int64_t num_kv_heads, int64_t head_dim, int64_t page_size,
+                                   int64_t table_width, int64_t num_seqs, int64_t window,
+                                   float scale, float soft_cap) {
+  const Shape shape{num_heads, num_kv_heads, head_dim, page_size, table_width,
+                    num_seqs,  window,       scale,    soft_cap,  sinks};
   auto call = [&](auto kernel) {
     kernel(shape, q, k, v, block_table, seq_rows, seq_lens, query_start_loc, out);
   };

@@ -72,6 +72,9 @@ def test_registered_op_equals_its_reference(op: OpSpec, dtype: torch.dtype, devi
             if not isinstance(a, Tensor):
                 continue
             if i in written:
+                # Page 0 has no owner: padding may land in it or nowhere.
+                is_cache = "cache" in op.overload._schema.arguments[i].name
+                a, b = (a[1:], b[1:]) if is_cache else (a, b)
                 assert_close(f"{op.name} argument {i}", a, b)
             else:
                 assert torch.equal(a, original), f"{op.name} wrote into argument {i}"

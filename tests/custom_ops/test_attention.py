@@ -39,6 +39,9 @@ class Step:
     seq_rows: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -48,7 +51,17 @@ class Step:
     def num_real(self) -> int:
         return int(self.query_start_loc[-1])
 
-    def arguments(self) -> tuple[Tensor | float, ...]:
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Row and position of every token, row 0 and position 0 for padding."""
+        rows, positions = torch.zeros(2, self.q.shape[0], dtype=torch.int64)
+        for s, row in enumerate(self.seq_rows.tolist()):
+            begin, end = self.query_start_loc[s : s + 2].tolist()
+            rows[begin:end] = row
+            positions[begin:end] = torch.arange(end - begin) + int(self.seq_lens[s]) - (end - begin)
+        return rows, positions
+
+    def arguments(self) -> tuple[Tensor | float | None, ...]:
         return (
             self.q,
             self.k_cache,
@@ -57,7 +70,12 @@ class Step:
             self.seq_rows,
             self.seq_lens,
             self.query_start_loc,
+            *self.tokens,
+            torch.empty(0, dtype=torch.int32),
             self.scale,
+            self.window,
+            self.soft_cap,
+            self.sinks,
         )
 
     def run(self) -> Tensor:
@@ -76,8 +94,15 @@ class Step:
             v = self.v_cache[page, offset].double().repeat_interleave(group, 1)
             for token in range(begin, end):
                 seen = length - (end - token) + 1
-                scores = torch.einsum("hd,lhd->hl", self.q[token].double(), k[:seen]) * self.scale
-                out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), v[:seen])
+                first = max(0, seen - self.window) if self.window else 0
+                q = self.q[token].double() * self.scale
+                scores = torch.einsum("hd,lhd->hl", q, k[first:seen])
+                if self.soft_cap:
+                    scores = self.soft_cap * (scores / self.soft_cap).tanh()
+                if self.sinks is not None:
+                    scores = torch.cat((scores, self.sinks.double()[:, None]), 1)
+                weights = scores.softmax(-1)[:, : seen - first]
+                out[token] = torch.einsum("hl,lhd->hd", weights, v[first:seen])
         return out
 
 
@@ -153,6 +178,59 @@ def test_kernel_equals_reference(step):
     assert_close("output", made.run(), reference.paged_attention(*made.arguments()))
 
 
+OPTIONS = {
+    "window-1": {"window": 1},
+    "window-7": {"window": 7},
+    "window-100": {"window": 100},
+    "soft-cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": torch.linspace(-3, 4, 6)},
+    "all": {"window": 30, "soft_cap": 2.0, "sinks": torch.linspace(-3, 4, 6)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("head_dim", [20, 64])
+def test_window_soft_cap_and_sinks(options, step, head_dim):
+    made = make_step(STEPS[step], (6, 2), head_dim)
+    for name, value in options.items():
+        setattr(made, name, value)
+    assert_right(made)
+    assert_close("reference", reference.paged_attention(*made.arguments()), made.oracle())
+
+
+def test_what_lies_before_the_window_is_never_read():
+    step = make_step([(1, 100), (3, 90)], (4, 2), 64, 4)
+    step.window = 10
+    expected = step.oracle()
+    for s, row in enumerate(step.seq_rows.tolist()):
+        first = int(step.seq_lens[s] - step.query_start_loc[s + 1] + step.query_start_loc[s] - 9)
+        at = torch.arange(first)
+        step.k_cache[step.block_table[row].long()[at // 4], at % 4] = float("nan")
+        step.v_cache[step.block_table[row].long()[at // 4], at % 4] = float("nan")
+    assert_close("kernel", step.run(), expected)
+
+
+def test_one_byte_caches_go_to_the_reference():
+    step = make_step(MIXED, (4, 2), 64)
+    step.k_cache, step.v_cache = (
+        cache.to(torch.float8_e4m3fn) for cache in (step.k_cache, step.v_cache)
+    )
+    assert_right(step)
+
+
+def test_implementations_that_cannot_serve_are_refused():
+    step = make_step(DECODE, (2, 2), 64)
+    for name, message in (("fast", "no implementation fast"), ("triton", "runs on cuda")):
+        with pytest.raises(ValueError, match=message):
+            paged_attention_cpu(*step.arguments(), False, name)
+    named = [paged_attention_cpu(*step.arguments(), True, name) for name in ("cpp", "torch")]
+    assert_close("cpp", *named)
+    step.k_cache = step.k_cache.bfloat16()
+    with pytest.raises(ValueError, match="cpp needs a KV cache of the dtype of the queries"):
+        paged_attention_cpu(*step.arguments(), False, "cpp")
+
+
 def test_large_scores_do_not_overflow():
     step = make_step(MIXED, (2, 1), 64)
     step.q.mul_(200)
@@ -206,7 +284,7 @@ def test_arguments_that_the_kernel_cannot_read_are_refused():
         4: step.seq_rows.long(),
         5: step.seq_lens.long(),
         6: step.query_start_loc.long(),
-        1: step.k_cache.bfloat16(),
+        2: step.v_cache.bfloat16(),
     }
     for index, value in wrong.items():
         changed = [*arguments[:index], value, *arguments[index + 1 :]]
@@ -214,20 +292,22 @@ def test_arguments_that_the_kernel_cannot_read_are_refused():
             paged_attention_cpu(*changed)
 
 
-def test_attention_without_a_context_is_plain_causal_attention():
-    q, k, v = torch.randn(9, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
-    got = attention(q, k, v, None, None, 0.25)
-    for token in range(9):
-        keys = k[: token + 1].repeat_interleave(2, 1)
-        values = v[: token + 1].repeat_interleave(2, 1)
-        weights = (torch.einsum("hd,lhd->hl", q[token], keys) * 0.25).softmax(-1)
-        assert_close("token", got[token], torch.einsum("hl,lhd->hd", weights, values))
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS])
+def test_attention_without_a_context_is_plain_causal_attention(options):
+    step = make_step([(9, 9)], (6, 2), 16, num_padding=0)
+    for name, value in options.items():
+        setattr(step, name, value)
+    pages = step.block_table[int(step.seq_rows[0])].long()
+    k, v = (cache[pages].flatten(0, 1)[:9] for cache in (step.k_cache, step.v_cache))
+    got = attention(step.q, k, v, None, None, step.scale, **options)
+    assert_close("output", got, step.oracle())
 
 
 def test_attention_with_a_context_reads_the_cache():
     step = make_step(MIXED, (4, 2), 32)
     slots = torch.full((step.q.shape[0],), -1)
-    ctx = PagedContext(slots, step.block_table, step.seq_rows, step.seq_lens, step.query_start_loc)
+    indices = (step.block_table, step.seq_rows, step.seq_lens, step.query_start_loc, *step.tokens)
+    ctx = PagedContext(slots, *indices, torch.empty(0, dtype=torch.int32))
     unread = torch.full((step.q.shape[0], 2, 32), float("nan"))
     cache = LayerCache(step.k_cache, step.v_cache)
     got = attention(step.q, unread, unread, cache, ctx, step.scale)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_engine.engine import Engine, token_buckets
+from compiled_engine.engine import Engine
 from compiled_engine.request import Request, SamplingParams
+from compiled_engine.settings import token_buckets
 from tests.helpers.engines import (
     GREEDY,
     assert_idle,
@@ -128,8 +129,8 @@ def test_engine_logits_equal_plain_model(folders, device):
         seen: list[torch.Tensor] = []
         head = made.loop.executor.pieces.head
 
-        def keep(hidden, residual, head=head, seen=seen):
-            logits = head(hidden, residual)
+        def keep(residual, head=head, seen=seen):
+            logits = head(residual)
             seen.append(logits[:1].clone())
             return logits
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from compiled_engine import LLM, engine_process
-from compiled_engine.engine import Engine, scheduler_shape
+from compiled_engine.engine import Engine
 from compiled_engine.engine_process import Channel, EngineServer
 from compiled_engine.errors import ConfigError, InvalidRequestError
 from compiled_engine.ipc import EngineFrame, new_endpoint, remove_endpoint
 from compiled_engine.request import Request, SamplingParams, TokenEvent, validate_request
+from compiled_engine.settings import scheduler_shape
 from compiled_engine.step import StepExecutor
 from tests.helpers.engines import (
     GREEDY,
@@ -335,7 +336,7 @@ def test_load_format_is_honoured(folder, tmp_path):
 
 def test_engine_process_serves_a_converted_gguf_file(monkeypatch, folder):
     """Once it is found it is a folder; asking for GGUF must not be held against that."""
-    monkeypatch.setattr("compiled_engine.engine.resolve_model", lambda *_, **__: folder)
+    monkeypatch.setattr("compiled_engine.settings.resolve_model", lambda *_, **__: folder)
     config = dataclasses.replace(tiny_config(folder), model="some.gguf", load_format="gguf")
     status = SimpleNamespace()
     found = engine_process._find_folders(config, status, lambda *_: None)
@@ -419,7 +420,7 @@ def test_llm_resolves_the_tokenizers_name(folder, monkeypatch):
         asked.append(name)
         return folder
 
-    monkeypatch.setattr("compiled_engine.engine.resolve_model", resolve)
+    monkeypatch.setattr("compiled_engine.settings.resolve_model", resolve)
     made = tiny_engine(folder, tokenizer="owner/name")
     assert asked == [str(folder), "owner/name"]
     assert made.settings.tokenizer_folder == folder

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 
 from perf import __main__ as perf_main
 from perf import machine
-from perf.rows import Expectation, Measured, newest_run, read_expectations, read_rows, write_rows
+from perf.ceilings import Ceilings
+from perf.rows import (
+    Expectation,
+    Measured,
+    Outcome,
+    key_of,
+    newest_run,
+    read_expectations,
+    read_rows,
+    write_rows,
+)
 
 
-def _rows(run_id: str, **values: float):
+def _rows(run_id: str, *, scenario: str = "cpu_vs_peers", void: bool = False, **values: float):
     origin = {"run_id": run_id, "commit": "abc", "command": "python -m perf run s"}
     environment = {"device": "a cpu", "idle_percent_before": 99, "idle_percent_after": 50}
     return [
         Measured(metric=metric, unit="ratio", values=[value, value + 1, value + 5]).row(
-            scenario="s", environment=environment, **origin
+            scenario=scenario, environment=environment, void=void, **origin
         )
         for metric, value in values.items()
     ]
+
+
+def _decode_row(batch: int, value: float, *, void: bool = False):
+    origin = {"run_id": "r", "commit": "abc", "command": "c", "environment": {"device": "gpu"}}
+    return Measured(
+        metric="decode_step_over_floor",
+        unit="ratio",
+        values=[value],
+        model="qwen3-8b",
+        dtype="bf16",
+        batch=batch,
+    ).row(scenario="gpu_step", void=void, **origin)
 
 
 def test_row_is_the_median_with_its_spread():
@@ -30,27 +56,71 @@ def test_rows_survive_the_file_and_the_newest_run_is_found(tmp_path):
     write_rows(old, tmp_path)
     path = write_rows(new, tmp_path)
     assert read_rows(tmp_path) == [*old, *new]
-    assert newest_run(read_rows(tmp_path), "s") == new
+    assert newest_run(read_rows(tmp_path), "cpu_vs_peers") == new
     assert newest_run(read_rows(tmp_path), "other") == []
     path.write_text('{"metric": "x"}\n')
     with pytest.raises(SystemExit, match="no row"):
         read_rows(tmp_path)
 
 
+def test_a_row_says_what_was_measured_with_what(tmp_path):
+    row = _decode_row(8, 1.2)
+    path = write_rows([row], tmp_path)
+    line = json.loads(path.read_text())
+    wanted = ("metric", "model", "dtype", "batch", "case", "value", "unit", "spread", "run_id")
+    assert [line[name] for name in wanted] == [
+        "decode_step_over_floor", "qwen3-8b", "bf16", 8, "", 1.2, "ratio", [1.2, 1.2], "r",
+    ]  # fmt: skip
+    assert (line["command"], line["void"]) == ("c", False)
+    assert read_rows(tmp_path) == [row]
+
+
+def test_rows_of_before_are_readable(tmp_path):
+    (row,) = _rows("old", speed=1.0)
+    added = ("model", "dtype", "batch", "case", "void")
+    line = {name: value for name, value in asdict(row).items() if name not in added}
+    (tmp_path / "s.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_rows(tmp_path) == [row]
+    (tmp_path / "s.jsonl").write_text(json.dumps(line | {"shoes": 2}) + "\n")
+    with pytest.raises(SystemExit, match="shoes"):
+        read_rows(tmp_path)
+
+
+def test_rows_of_the_repository_are_readable():
+    results = Path(perf_main.ROOT, "results")
+    assert all(read_rows(folder) for folder in results.iterdir() if folder.is_dir())
+
+
+def test_key_has_batch_and_case_where_there_are_any():
+    assert key_of("x") == "x"
+    assert key_of("x", 8) == "x[batch=8]"
+    assert key_of("x", None, "cold") == "x[case=cold]"
+    assert key_of("x", 8, "cold") == "x[batch=8,case=cold]"
+    assert _decode_row(8, 1.0).key == "decode_step_over_floor[batch=8]"
+
+
 @pytest.mark.parametrize(
-    ("expected", "bad", "good"),
-    [({"at_least": 2.0}, 1.9, 2.0), ({"at_most": 0.5}, 0.6, 0.5), ({"equals": 0}, 1, 0)],
+    ("expected", "bad", "good", "text"),
+    [
+        ({"at_least": 2.0}, 1.9, 2.0, "≥ 2"),
+        ({"at_most": 0.5}, 0.6, 0.5, "≤ 0.5"),
+        ({"equals": 0}, 1, 0, "= 0"),
+    ],
     ids=["at least", "at most", "equals"],
 )
-def test_expectation_names_what_is_wrong(expected, bad, good):
+def test_expectation_names_what_is_wrong(expected, bad, good, text):
     assert Expectation(**expected).failure(good) is None
     assert Expectation(**expected).failure(bad) is not None
+    assert str(Expectation(**expected)) == text
 
 
 def test_expected_file_holds_one_bound_for_each_metric():
-    for name, entry in read_expectations().items():
-        bounds = [b for b in (entry.at_least, entry.at_most, entry.equals) if b is not None]
-        assert len(bounds) == 1, name
+    expectations = read_expectations()
+    assert expectations.keys() <= perf_main.SCENARIOS.keys()
+    for entries in expectations.values():
+        for name, entry in entries.items():
+            bounds = [b for b in (entry.at_least, entry.at_most, entry.equals) if b is not None]
+            assert len(bounds) == 1, name
 
 
 def test_check_fails_on_a_broken_bound_and_lists_unguarded_metrics(capsys):
@@ -60,8 +130,70 @@ def test_check_fails_on_a_broken_bound_and_lists_unguarded_metrics(capsys):
     assert "decode_1_stream_vs_transformers: 3.5 ratio: ok" in out
     assert "other: 2 ratio: no guard" in out
     assert "recompiles: not measured" in out
+    assert "decode_step_over_floor" not in out, "another scenario's metrics"
     assert perf_main.check(_rows("r", decode_1_stream_vs_transformers=0.5)) == 1
     assert perf_main.check([]) == 1
+
+
+def test_check_judges_each_batch_by_its_own_bound(capsys):
+    assert perf_main.check([_decode_row(1, 1.1), _decode_row(8, 1.2)]) == 0
+    assert perf_main.check([_decode_row(1, 1.2), _decode_row(8, 1.2)]) == 1
+    assert "decode_step_over_floor[batch=1]: 1.2 ratio: above 1.15" in capsys.readouterr().out
+
+
+def test_check_fails_on_a_void_run(capsys):
+    assert perf_main.check([_decode_row(1, 1.0, void=True)]) == 1
+    assert "run r is void" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("read", "matmul", "device", "is_void"),
+    [
+        (4.6, 790.0, "NVIDIA H200", False),
+        (4.39, 790.0, "NVIDIA H200", True),
+        (4.6, 739.0, "NVIDIA H200", True),
+        (0.5, 50.0, "NVIDIA L4", False),
+    ],
+)
+def test_a_device_that_gives_too_little_makes_a_run_void(read, matmul, device, is_void):
+    ceilings = Ceilings(read_tb_s=[read], copy_tb_s=[4.0], matmul_tflops=[matmul], environment={})
+    assert ceilings.is_void(device) is is_void
+
+
+class _Scenario:
+    """A scenario that measures nothing."""
+
+    NAME = "gpu_step"
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    class Options:
+        __dataclass_fields__ = {}  # noqa: RUF012
+
+    def run(self, options: object, note: object) -> Outcome:
+        return self._outcome
+
+
+def test_run_keeps_rows_of_the_parts_that_worked(tmp_path, capsys, monkeypatch):
+    outcome = Outcome(
+        measured=[Measured(metric="read_tb_s", unit="TB/s", values=[4.0])],
+        environment={"sm_clock_mhz": 1980},
+        void=True,
+        failures=["itl: no such thing"],
+        documents={"decode_profile.md": "# Kernels\n"},
+    )
+    monkeypatch.setitem(perf_main.SCENARIOS, "gpu_step", _Scenario(outcome))
+    monkeypatch.setattr(perf_main, "idle_percent", lambda: 100)
+    place = ["--results", str(tmp_path), "--machine", "box"]
+    assert perf_main.main([*place, "run", "gpu_step", "--commit", "abc123"]) == 1
+    printed = capsys.readouterr()
+    assert "not measured: itl: no such thing" in printed.err
+    assert "the run is void" in printed.out
+    (row,) = read_rows(tmp_path / "box")
+    assert (row.commit, row.void, row.environment["sm_clock_mhz"]) == ("abc123", True, 1980)
+    assert row.run_id.endswith("-abc123")
+    assert row.run_id in (tmp_path / "box" / "decode_profile.md").read_text()
 
 
 def test_report_and_compare_show_what_was_recorded(tmp_path, capsys):
@@ -79,7 +211,40 @@ def test_report_and_compare_show_what_was_recorded(tmp_path, capsys):
     assert "there are: first, second" in capsys.readouterr().err
 
 
+def test_tables_show_batch_and_case(tmp_path, capsys):
+    write_rows([_decode_row(8, 1.2)], tmp_path / "box")
+    place = ["--results", str(tmp_path), "--machine", "box"]
+    assert perf_main.main([*place, "report"]) == 0
+    assert "decode_step_over_floor[batch=8]" in capsys.readouterr().out
+
+
+def test_markdown_puts_targets_beside_the_newest_values(tmp_path):
+    write_rows(_rows("first", decode_1_stream_vs_transformers=1.0), tmp_path / "a-cpu")
+    write_rows(_rows("second", decode_1_stream_vs_transformers=2.5), tmp_path / "a-cpu")
+    write_rows([_decode_row(1, 1.3, void=True)], tmp_path / "a-gpu")
+    target = tmp_path / "README.md"
+    place = ["--results", str(tmp_path), "--machine", "a-cpu"]
+    assert perf_main.main([*place, "report", "--markdown", str(target)]) == 0
+    text = target.read_text()
+    assert "Run `second`" in text
+    assert "first" not in text
+    assert "| decode_1_stream_vs_transformers |  |  | 3.5 | 2.5 to 7.5 | ratio | ≥ 2 | ok |" in text
+    line = "| decode_step_over_floor | 1 |  | 1.3 | 1.3 to 1.3 | ratio | ≤ 1.15 | above 1.15 |"
+    assert line in text
+    assert text.count("**Void**") == 1
+    assert "python -m perf run gpu_step" in text
+
+
+def test_the_readme_is_what_the_rows_say(tmp_path):
+    from perf.report import write_markdown
+
+    write_markdown(tmp_path / "README.md", Path(perf_main.ROOT, "results"))
+    committed = Path(perf_main.ROOT, "README.md").read_text()
+    assert committed == (tmp_path / "README.md").read_text(), "run perf report --markdown"
+
+
 def test_machine_is_described_without_measuring():
     assert machine.machine_name()
-    assert {"device", "torch", "num_cpus"} <= machine.environment().keys()
+    assert {"device", "torch", "triton", "num_cpus"} <= machine.environment().keys()
     assert machine.commit()
+    assert isinstance(machine.clocks(), dict)

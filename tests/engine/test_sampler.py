@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_engine.custom_ops.sampling import gumbel_noise
 from compiled_engine.request import SamplingParams
 from compiled_engine.sampler import (
     RowParams,
@@ -17,7 +18,6 @@ from compiled_engine.sampler import (
     Variant,
     apply_params,
     build_param_inbox,
-    gumbel_noise,
     new_row_params,
     sample,
     variant_of,

@@ -81,6 +81,10 @@ def tensor_snapshot(shape: SchedulerShape, state: SchedulerState) -> Snapshot:
     head, tail = int(group.head), int(group.tail)
     capacity = shape.ring_size
     assert tail - head <= capacity, f"ring holds {tail - head} entries of {capacity}"
+    is_free = group.ref == 0
+    assert int(group.num_free) == int(is_free.sum()), "num_free is off"
+    num_cached = int((is_free & (group.uid > 0)).sum())
+    assert int(group.num_free_cached) == num_cached, "num_free_cached is off"
     ring_slots = group.ring.tolist()
     valid = sorted((position, page) for page, position in enumerate(ring_pos) if position >= 0)
     for position, page in valid:

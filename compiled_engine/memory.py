@@ -1,0 +1,108 @@
+"""The GPU memory budget: what a step needs besides weights and KV, measured before the KV pool.
+
+A probe runs the largest step and captures a small one, without compiling and over a pool of a few
+pages; compiled steps need no more than that. What is left of the allowed share becomes KV pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Share of the measured needs that is kept on top of them: allocators round and fragment.
+MARGIN = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """What a probe measured, bytes.
+
+    Attributes:
+        activations: most that the largest step holds at once.
+        graphs: all captured graphs together.
+    """
+
+    activations: int
+    graphs: int
+
+    @property
+    def reserved(self) -> int:
+        """What the KV pool must leave free."""
+        return int((self.activations + self.graphs) * (1 + MARGIN))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTable:
+    """Where the device's memory went, bytes; `other` is the driver's context and loaded code."""
+
+    total: int
+    allowed: int
+    weights: int
+    kv: int
+    activations: int
+    graphs: int
+    other: int
+
+    def rows(self) -> Iterator[tuple[str, int]]:
+        """(name, bytes) in the order they are shown; `free` is what nobody holds."""
+        yield "weights", self.weights
+        yield "KV cache", self.kv
+        yield "activations", self.activations
+        yield "graphs", self.graphs
+        yield "context and code", self.other
+        yield "left below the ceiling", self.allowed - self.used
+        yield "above the ceiling", self.total - self.allowed
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken or kept for a step."""
+        return self.weights + self.kv + self.activations + self.graphs + self.other
+
+
+def measure_needs(
+    device: torch.device,
+    run_largest: Callable[[], Any],
+    capture_one: Callable[[], Any],
+    num_graphs: int,
+) -> MemoryNeeds:
+    """Runs both once. `capture_one` must keep its graph alive until the probe is dropped."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - before
+    capture_one()  # what the first capture sets up is not counted for each
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    capture_one()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    per_graph = max(0, free - torch.cuda.mem_get_info(device)[0])
+    return MemoryNeeds(activations=activations, graphs=per_graph * num_graphs)
+
+
+def memory_table(
+    device: torch.device, utilization: float, *, weights: int, kv: int, needs: MemoryNeeds
+) -> MemoryTable:
+    """The table after everything was built, with what graphs really took."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    # Memory the graphs share is the allocator's and holds their activations.
+    activations = max(needs.activations, reserved - weights - kv)
+    other = max(0, total - free - reserved)
+    graphs = min(needs.graphs, other)
+    return MemoryTable(
+        total=total,
+        allowed=int(total * utilization),
+        weights=weights,
+        kv=kv,
+        activations=activations,
+        graphs=graphs,
+        other=other - graphs,
+    )

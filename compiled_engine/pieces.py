@@ -1,0 +1,243 @@
+"""The functions a step is made of, compiled or not, and which version serves which size.
+
+Every piece is a pure function of its arguments but for the tensors it says it mutates, and every
+piece has its plain twin: the same function, not compiled. A decoder layer has up to four versions:
+for one token, for few (products read the weights once, by our kernels), and for many in decode
+steps and in mixed ones (products by the library).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_engine.compile.driver import PLAIN, CompileDriver
+from compiled_engine.compile.torch_compat import has_any_size, mark_any_size, mark_dynamic
+from compiled_engine.config import SchedulerKernels
+from compiled_engine.custom_ops import LayerCache, PagedContext
+from compiled_engine.layout import StepInputs, layout_places
+from compiled_engine.models import CausalLM
+from compiled_engine.models.layers import DecoderLayer, Rotary
+from compiled_engine.outbox import Outbox, RecordQueue, RingOutbox, pack
+from compiled_engine.passes.pipeline import PieceTraits
+from compiled_engine.sampler import ParamInbox, RowParams, Sampled, Variant, apply_params, sample
+from compiled_engine.scheduler.advance import advance
+from compiled_engine.scheduler.cuda import schedule_plan
+from compiled_engine.scheduler.cuda_advance import schedule_advance, schedule_layout
+from compiled_engine.scheduler.inbox import Inbox
+from compiled_engine.scheduler.plan import Plan, plan
+from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
+
+# Most rows of the GPU kernels that read a weight matrix once for all rows.
+MAX_FEW = 32
+
+
+@dataclass(frozen=True)
+class LayerVersion:
+    """One compiled version of the decoder layer.
+
+    Attributes:
+        name: shown in logs.
+        low, high: token counts it serves; equal for a static one.
+        is_decode: for decode steps; see `passes.decode_attention`.
+    """
+
+    name: str
+    low: int
+    high: int
+    is_decode: bool
+
+
+def layer_versions(max_tokens: int, max_rows: int, *, is_gpu: bool) -> tuple[LayerVersion, ...]:
+    """The versions that steps of up to `max_tokens` tokens need, smallest first."""
+    if not is_gpu:
+        versions = [
+            LayerVersion("layer_one", 1, 1, is_decode=False),
+            LayerVersion("layer_many", 2, max_tokens, is_decode=False),
+        ]
+    else:
+        few, most = min(MAX_FEW, max_tokens), min(max_rows, max_tokens)
+        versions = [
+            LayerVersion("layer_one", 1, 1, is_decode=True),
+            LayerVersion("layer_few", 2, few, is_decode=True),
+            LayerVersion("layer_many_decode", few + 1, most, is_decode=True),
+            LayerVersion("layer_many_mixed", few + 1, max_tokens, is_decode=False),
+        ]
+    return tuple(version for version in versions if version.low <= version.high)
+
+
+class StepPieces:
+    """The functions of a step.
+
+    Args:
+        model: on its device, evaluated only.
+        shape: static sizes of the scheduler.
+        vocab_size: real token ids.
+        driver: compiles, or hands the functions back.
+        is_gpu: make the versions for a GPU.
+        scheduler: "torch" or "cuda", as in `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        shape: SchedulerShape,
+        vocab_size: int,
+        driver: CompileDriver,
+        *,
+        is_gpu: bool,
+        scheduler: SchedulerKernels,
+    ) -> None:
+        self.shape = shape
+        self.scheduler = scheduler
+        self.versions = layer_versions(shape.max_tokens, shape.max_rows, is_gpu=is_gpu)
+        self._driver = driver
+        self._layers = {v: self._compile_layer(v, is_gpu=is_gpu) for v in self.versions}
+        # Parameters of submitted rows are written by `begin`, unless this writes them before it.
+        self.apply_params: Callable[[RowParams, ParamInbox], None] | None = None
+        if scheduler == "cuda":
+            self._use_cuda_scheduler(model)
+        else:
+            self._compile_torch_scheduler(model)
+
+        def head(residual: Tensor) -> Tensor:
+            return model.head(residual)
+
+        few = PieceTraits(is_few=True)
+        self._head_few = driver.compile(head, "head_few", few) if is_gpu else None
+        self._head = driver.compile(head, "head")
+        self.sample = {
+            variant: driver.compile(self._sampler(variant, vocab_size), f"sample_{variant.name}")
+            for variant in Variant
+        }
+
+    def _compile_torch_scheduler(self, model: CausalLM) -> None:
+        shape = self.shape
+
+        def begin(
+            state: SchedulerState,
+            params: RowParams,
+            inbox: Inbox,
+            param_inbox: ParamInbox,
+            budget: Tensor,
+        ) -> Plan:
+            apply_params(params, param_inbox)
+            return plan(shape, state, inbox, budget)
+
+        def embed(
+            state: SchedulerState, step_plan: Plan, token: Tensor
+        ) -> tuple[StepInputs, Tensor, Rotary]:
+            inputs = layout_places(shape, state, step_plan, token)
+            return inputs, *model.embed(inputs.token_ids, inputs.positions)
+
+        def packed(state: SchedulerState, step_plan: Plan, sampled: Sampled) -> Any:
+            count = step_plan.emit.int()
+            record = advance(shape, state, step_plan, sampled.tokens, count, sampled.is_stop)
+            return pack(record)
+
+        compiled = self._driver.compile(packed, "end")
+
+        def end(
+            state: SchedulerState, step_plan: Plan, sampled: Sampled, outbox: RecordQueue
+        ) -> None:
+            assert isinstance(outbox, Outbox)
+            outbox.stage(*compiled(state, step_plan, sampled))
+
+        self.begin = self._driver.compile(begin, "begin")
+        self.embed = self._driver.compile(embed, "embed")
+        self.end = end
+
+    def _use_cuda_scheduler(self, model: CausalLM) -> None:
+        shape = self.shape
+
+        def embed_tokens(token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotary]:
+            torch._check(token_ids.shape[0] == positions.shape[0])
+            return model.embed(token_ids, positions)
+
+        compiled = self._driver.compile(embed_tokens, "embed")
+
+        def begin(
+            state: SchedulerState,
+            params: RowParams,
+            inbox: Inbox,
+            param_inbox: ParamInbox,
+            budget: Tensor,
+        ) -> Plan:
+            return schedule_plan(shape, state, inbox, budget)
+
+        def embed(
+            state: SchedulerState, step_plan: Plan, token: Tensor
+        ) -> tuple[StepInputs, Tensor, Rotary]:
+            inputs = schedule_layout(shape, state, step_plan, token.shape[0])
+            if has_any_size(token, 0):
+                mark_any_size(inputs.token_ids, 0)
+                mark_any_size(inputs.positions, 0)
+            return inputs, *compiled(inputs.token_ids, inputs.positions)
+
+        def end(
+            state: SchedulerState, step_plan: Plan, sampled: Sampled, outbox: RecordQueue
+        ) -> None:
+            assert isinstance(outbox, RingOutbox)
+            ring = outbox.ring
+            schedule_advance(shape, state, step_plan, sampled.tokens, sampled.is_stop, ring)
+
+        self.begin = begin
+        self.embed = embed
+        self.end = end
+        self.apply_params = self._driver.compile(apply_params, "apply_params")
+
+    def _compile_layer(self, version: LayerVersion, *, is_gpu: bool) -> Any:
+        def layer(
+            module: DecoderLayer,
+            cache: LayerCache,
+            rotary: Rotary,
+            ctx: PagedContext,
+            residual: Tensor,
+        ) -> tuple[Tensor]:
+            return (module(residual, rotary, cache, ctx),)
+
+        is_few = is_gpu and version.high <= MAX_FEW
+        traits = PieceTraits(is_decode=version.is_decode, is_few=is_few) if is_gpu else PLAIN
+        return self._driver.compile_direct(
+            layer, version.name, num_static=2, num_shared=2, traits=traits
+        )
+
+    def _sampler(self, variant: Variant, vocab_size: int) -> Callable[..., Sampled]:
+        shape = self.shape
+
+        def sample_rows(
+            state: SchedulerState, params: RowParams, logits: Tensor, seq_rows: Tensor
+        ) -> Sampled:
+            # One version serves any number of rows: the compiler must know the two sizes are one.
+            torch._check(logits.shape[0] == seq_rows.shape[0])
+            return sample(shape, state, params, logits, seq_rows, vocab_size, variant)
+
+        return sample_rows
+
+    def version(self, num_tokens: int, *, is_mixed: bool) -> LayerVersion:
+        """The layer's version for a step of `num_tokens` tokens."""
+        fitting = [v for v in self.versions if v.low <= num_tokens <= v.high]
+        wanted = [v for v in fitting if v.is_decode != is_mixed]
+        return (wanted or fitting)[0]
+
+    def layer(self, version: LayerVersion) -> Any:
+        """The compiled layer; called as `DirectPiece`."""
+        return self._layers[version]
+
+    def mark_sizes(self, version: LayerVersion, tensors: tuple[Tensor, ...], work: Tensor) -> None:
+        """Tells the next compile of the version which first dims vary with the token count."""
+        if version.low < version.high:
+            for tensor in tensors:
+                mark_dynamic(tensor, 0, low=version.low, high=version.high)
+            if work.shape[0] > 0:
+                mark_dynamic(work, 0, low=2, high=2**31 - 1)
+
+    def head(self, residual: Tensor) -> Tensor:
+        """Logits [S, vocab] of residual [S, hidden]."""
+        if self._head_few is not None and residual.shape[0] <= MAX_FEW:
+            return self._head_few(residual)
+        return self._head(residual)

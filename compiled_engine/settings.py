@@ -1,0 +1,277 @@
+"""The config's open values, settled for a model and a device, without loading weights.
+
+Owns the defaults that depend on both: lengths, rows, pages, token buckets, the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compiled_engine.config import DEFAULT_MODEL, EngineConfig, SchedulerKernels
+from compiled_engine.device import pick_device
+from compiled_engine.errors import ConfigError
+from compiled_engine.kv_cache import CacheGeometry, available_bytes, choose_num_pages
+from compiled_engine.models import ARCHITECTURES, CausalLM, ModelConfig
+from compiled_engine.models.config import load_model_config
+from compiled_engine.models.source import resolve_model
+from compiled_engine.sampler import MAX_EOS_TOKEN_IDS
+from compiled_engine.scheduler.state import SchedulerShape
+from compiled_engine.tokenizer import Tokenizer, has_tokenizer
+
+# (phase, label, done, total); phase is "loading" or "compiling"
+BuildProgress = Callable[[str, str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The config's open values, resolved for a model and a device.
+
+    Attributes:
+        folder: the model's folder.
+        tokenizer_folder: the tokenizer's; the same one unless the config names another.
+        device, dtype: where and in what the model runs.
+        max_model_len, max_num_seqs, chunked_prefill_size: as in `EngineConfig`, never None.
+        num_pages: KV pages, the null page included.
+        vocab_size: real token ids.
+        eos_token_ids: end an answer; the model's own, then the tokenizer's.
+        is_overlapped: which loop runs; see `loop`.
+        buckets: token counts of a step.
+        scheduler: "torch" or "cuda", as in `EngineConfig`.
+    """
+
+    folder: Path
+    tokenizer_folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    chunked_prefill_size: int
+    num_pages: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    is_overlapped: bool
+    buckets: tuple[int, ...]
+    scheduler: SchedulerKernels
+
+
+def check_options(config: EngineConfig, device: torch.device) -> None:
+    """Refuses options that contradict each other or mean nothing on the device.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    if config.kernels and config.enforce_eager:
+        raise ConfigError(
+            "--kernel chooses for compiled pieces and --enforce-eager compiles none: leave one of "
+            "them out",
+            param="kernels",
+        )
+    if config.device_loop and config.cudagraph_mode != "full":
+        raise ConfigError(
+            f"--device-loop repeats whole graphs; --cudagraph-mode is {config.cudagraph_mode}",
+            param="device_loop",
+        )
+    if config.device_loop and config.scheduler == "torch":
+        raise ConfigError(
+            "--device-loop needs the scheduler's CUDA kernels; --scheduler is torch",
+            param="device_loop",
+        )
+    if device.type == "cuda":
+        return
+    for name, value, plain in (
+        ("max_step_ms", config.max_step_ms, (None,)),
+        ("device_loop", config.device_loop, (False,)),
+        ("scheduler", config.scheduler, ("auto", "torch")),
+        ("cudagraph_mode", config.cudagraph_mode, ("full", "none")),
+        ("check_graphs", config.check_graphs, (False,)),
+    ):
+        if value not in plain:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {value} needs a GPU; this is a CPU", param=name)
+
+
+def find_model(config: EngineConfig, progress: BuildProgress) -> Path:
+    """The folder of `config.model`, downloaded or converted first if it must be. Blocks.
+
+    Raises:
+        ConfigError: it cannot be had, or its weights are not in the format that is asked for.
+    """
+    is_gguf = config.model.lower() == DEFAULT_MODEL or config.model.lower().endswith(".gguf")
+    if config.load_format == "gguf" and not is_gguf:
+        raise ConfigError(
+            f"--load-format is gguf, but {config.model} is no .gguf file", param="load_format"
+        )
+    if config.load_format == "safetensors" and is_gguf:
+        raise ConfigError(
+            f"--load-format is safetensors, but {config.model} is a GGUF model", param="load_format"
+        )
+    return resolve_model(
+        config.model,
+        config.cache_dir,
+        with_weights=config.load_format != "dummy",
+        allow_pickle=allows_pickle(config),
+        progress=lambda done, total, label: progress("loading", label, done, total),
+    )
+
+
+def allows_pickle(config: EngineConfig) -> bool:
+    """Whether `.bin` and `.pt` weights may be read."""
+    return config.allow_pickle and config.load_format != "safetensors"
+
+
+def preview_settings(config: EngineConfig) -> Settings:
+    """What `build_engine` would settle on, without loading weights.
+
+    Raises:
+        ConfigError: as `build_engine`.
+    """
+    device = pick_device(config.device)
+    folder = resolve_model(config.model, config.cache_dir, with_weights=False)
+    model_config = load_model_config(folder)
+    name = model_config.dtype if config.dtype == "auto" else config.dtype
+    with torch.device("meta"):
+        model = ARCHITECTURES[model_config.architecture](model_config).to(getattr(torch, name))
+    # On a CPU the pool's share does not depend on the weights.
+    reserved_bytes = weight_bytes(model) if device.type == "cuda" else 0
+    return resolve(config, model_config, folder, device, model, reserved_bytes=reserved_bytes)
+
+
+def weight_bytes(model: CausalLM) -> int:
+    """Bytes of a model's parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def token_buckets(largest: int, *, fine_up_to: int | None = None) -> tuple[int, ...]:
+    """Every count up to 8, then steps of at most 12.5 %, up to `largest`.
+
+    Above `fine_up_to` the steps are twice as wide.
+    """
+    buckets = [1]
+    while buckets[-1] < largest:
+        is_coarse = fine_up_to is not None and buckets[-1] >= fine_up_to
+        step = max(1, 1 << max(0, buckets[-1].bit_length() - (3 if is_coarse else 4)))
+        buckets.append(min(largest, buckets[-1] + step))
+    return tuple(buckets)
+
+
+def scheduler_shape(config: EngineConfig, settings: Settings) -> SchedulerShape:
+    """Static sizes of the scheduler for resolved settings."""
+    is_cpu = settings.device.type == "cpu"
+    block = config.block_size
+    token_page = max(256, block)
+    width = -(-settings.max_model_len // token_page)
+    return SchedulerShape(
+        max_rows=settings.max_num_seqs,
+        num_pages=settings.num_pages,
+        page_size=block,
+        max_model_len=settings.max_model_len,
+        max_tokens=settings.chunked_prefill_size,
+        num_candidates=min(settings.max_num_seqs, 4 if is_cpu else 32),
+        max_releases=min(settings.max_num_seqs, 4 if is_cpu else 16),
+        # A GPU's steps are long and large: prompts must arrive faster than they are computed.
+        max_submits=16 if is_cpu else 64,
+        max_pieces=16 if is_cpu else 64,
+        token_page_size=token_page,
+        num_token_pages=settings.max_num_seqs * width,
+        prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def resolve(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    folder: Path,
+    device: torch.device,
+    model: CausalLM,
+    *,
+    reserved_bytes: int = 0,
+) -> Settings:
+    """Settings for a model; `reserved_bytes` are memory that is free now and will not be."""
+    is_cpu = device.type == "cpu"
+    own = model_config.max_position_embeddings
+    max_model_len = config.max_model_len or own
+    if max_model_len > own:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}; the model was made for {own} positions",
+            param="max_model_len",
+        )
+    max_num_seqs = config.max_num_seqs or (64 if is_cpu else 256)
+    chunk = config.chunked_prefill_size or (512 if is_cpu else 8192)
+    dtype = next(model.parameters()).dtype
+    geometry = cache_geometry(config, model_config, dtype)
+    free = available_bytes(
+        device,
+        config.gpu_memory_utilization,
+        is_size_given=config.max_total_tokens is not None,
+    )
+    num_pages = choose_num_pages(
+        geometry,
+        max_total_tokens=config.max_total_tokens,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        available_bytes=max(0, free - reserved_bytes),
+    )
+    tokenizer_folder = folder
+    if config.tokenizer is not None:
+        tokenizer_folder = resolve_model(config.tokenizer, config.cache_dir, with_weights=False)
+    vocab_size, eos_token_ids = _vocabulary(config, model_config, tokenizer_folder)
+    return Settings(
+        folder=folder,
+        tokenizer_folder=tokenizer_folder,
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        chunked_prefill_size=chunk,
+        num_pages=num_pages,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        is_overlapped=not is_cpu
+        if config.overlap_schedule == "auto"
+        else config.overlap_schedule == "on",
+        buckets=token_buckets(chunk, fine_up_to=None if is_cpu else max_num_seqs),
+        scheduler="cuda"
+        if config.scheduler == "auto" and not is_cpu
+        else "torch"
+        if config.scheduler == "auto"
+        else config.scheduler,
+    )
+
+
+def cache_geometry(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
+) -> CacheGeometry:
+    """What a token costs in the KV cache of a model whose weights have `dtype`."""
+    return CacheGeometry(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        page_size=config.block_size,
+        dtype=dtype,
+    )
+
+
+def _vocabulary(
+    config: EngineConfig, model_config: ModelConfig, folder: Path
+) -> tuple[int, tuple[int, ...]]:
+    """Ids the tokenizer in `folder` knows, and those of them that end an answer.
+
+    The model's own count and ids alone where the folder has no tokenizer.
+    """
+    vocab_size, ends = model_config.vocab_size, model_config.eos_token_ids
+    if has_tokenizer(folder):
+        tokenizer = Tokenizer.from_folder(folder, trust_remote_code=config.trust_remote_code)
+        vocab_size = min(tokenizer.vocab_size, vocab_size)
+        ends = tuple(dict.fromkeys((*ends, *tokenizer.eos_token_ids)))
+    # Ids beyond the vocabulary are never chosen, so they end nothing.
+    ends = tuple(token_id for token_id in ends if 0 <= token_id < vocab_size)
+    if len(ends) > MAX_EOS_TOKEN_IDS:
+        raise ConfigError(
+            f"{folder}: {len(ends)} end-of-sequence ids; at most {MAX_EOS_TOKEN_IDS} are supported",
+            param="eos_token_id",
+        )
+    return vocab_size, ends

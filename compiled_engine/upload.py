@@ -1,0 +1,94 @@
+"""The inbox's way to the device: one pinned copy for all entries of a step, none without entries.
+
+Holds the inbox tensors on the device at fixed addresses, as captured graphs need them. The host
+side is a ring of pinned buffers: a buffer is written again only after the outbox has returned the
+record of the step that read it, which the sizes of the two rings guarantee.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_engine.outbox import RING_RECORDS
+from compiled_engine.sampler import ParamInbox
+from compiled_engine.scheduler.inbox import Inbox
+
+ALIGNMENT = 16
+
+
+class DeviceInbox:
+    """One step's entries on the device.
+
+    Args:
+        inbox: an empty one, for shapes and dtypes.
+        param_inbox: likewise.
+        device: the GPU.
+
+    Attributes:
+        inbox, param_inbox: the device tensors, always the same ones.
+    """
+
+    def __init__(self, inbox: Inbox, param_inbox: ParamInbox, device: torch.device) -> None:
+        tensors = _flat(inbox) + _flat(param_inbox)
+        self._places = []
+        end = 0
+        for tensor in tensors:
+            self._places.append((end, tensor.nbytes, tensor.dtype, tensor.shape))
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self._device_bytes = torch.zeros(end, dtype=torch.uint8, device=device)
+        is_cuda = device.type == "cuda"
+        self._host_bytes = torch.zeros(RING_RECORDS, end, dtype=torch.uint8, pin_memory=is_cuda)
+        self._host_views = [self._views(self._host_bytes[i]) for i in range(RING_RECORDS)]
+        views = iter(self._views(self._device_bytes))
+        self.inbox: Inbox = _like(inbox, views)
+        self.param_inbox: ParamInbox = _like(param_inbox, views)
+        self._num_sent = 0
+        self._empty, self._empty_params = inbox, param_inbox
+        self._holds_entries = True
+        self.send(inbox, param_inbox)
+
+    @property
+    def address(self) -> int:
+        """Where the device tensors begin."""
+        return self._device_bytes.data_ptr()
+
+    def clear(self) -> None:
+        """Leaves the device with no entries."""
+        self.send(self._empty, self._empty_params)
+
+    def send(self, inbox: Inbox, param_inbox: ParamInbox) -> bool:
+        """Queues the copy of a step's entries; False where the device has just that already."""
+        is_empty = inbox is self._empty
+        if is_empty and not self._holds_entries:
+            return False
+        slot = self._num_sent % RING_RECORDS
+        for target, source in zip(
+            self._host_views[slot], _flat(inbox) + _flat(param_inbox), strict=True
+        ):
+            target.copy_(source)
+        self._device_bytes.copy_(self._host_bytes[slot], non_blocking=True)
+        self._num_sent += 1
+        self._holds_entries = not is_empty
+        return True
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start : start + size].view(dtype).view(shape)
+            for start, size, dtype, shape in self._places
+        ]
+
+
+def _flat(entries: Any) -> list[Tensor]:
+    if isinstance(entries, Tensor):
+        return [entries]
+    return [tensor for entry in entries for tensor in _flat(entry)]
+
+
+def _like(entries: Any, tensors: Any) -> Any:
+    """The structure of `entries` over the next of `tensors`."""
+    if isinstance(entries, Tensor):
+        return next(tensors)
+    return type(entries)(*(_like(entry, tensors) for entry in entries))

@@ -1,0 +1,106 @@
+"""Triton kernel of the gated activation: `silu(gate) * up` of rows that hold gate, then up."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops.triton_common import (
+    DTYPES,
+    has_pdl,
+    let_next_start,
+    rows_of,
+    wait_for_previous,
+)
+
+# Below this many programs of the large block the device is not full.
+NUM_FULL = 1056
+
+
+class Config(NamedTuple):
+    """How a launch is cut: outputs a program, and its warps."""
+
+    block: int
+    num_warps: int
+
+
+@triton.jit
+def _silu_and_mul_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    inner: tl.tensor,
+    outer_stride: tl.tensor,
+    stride: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """`out[r, j] = round(silu(x[r, j])) * x[r, SIZE + j]`, in fp32, rounded as in the reference.
+
+    Grid: rows x blocks of `BLOCK` outputs, the blocks of a row next to each other. `out` is packed.
+    """
+    let_next_start(PDL)
+    num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    place = row // inner * outer_stride + row % inner * stride
+    wait_for_previous(PDL)
+    gate = tl.load(x + place + column, mask=mask, other=0.0)
+    up = tl.load(x + place + SIZE + column, mask=mask, other=0.0)
+    exact = gate.to(tl.float32)
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)
+    result = silu.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * SIZE + column, result.to(out.dtype.element_ty), mask=mask)
+
+
+def unsupported_reason(x: Tensor) -> str | None:
+    """Why the kernel cannot serve `x`; None if it can. Reads shape and dtype only."""
+    if x.dtype not in DTYPES:
+        return f"{x.dtype}, it takes {', '.join(map(str, DTYPES))}"
+    if x.shape[-1] % 2:
+        return f"rows of {x.shape[-1]} values have no two halves"
+    if rows_of(x) is None:
+        return "the last dim is strided, or more than two strides lead to the rows"
+    return None
+
+
+def default_config(num_rows: int, size: int) -> Config:
+    """Outputs a program and warps that suit the size."""
+    return Config(1024, 4) if num_rows * size >= NUM_FULL * 1024 else Config(256, 2)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """As `reference.silu_and_mul`, which also serves what `unsupported_reason` names."""
+    if unsupported_reason(x) is not None:
+        return reference.silu_and_mul(x)
+    return launch(x)
+
+
+def launch(x: Tensor, *, config: Config | None = None, is_pdl: bool = True) -> Tensor:
+    """Runs the kernel on an argument it supports."""
+    out = torch.empty_like(x.chunk(2, dim=-1)[0])
+    if not out.numel():
+        return out
+    packed = out if out.is_contiguous() else out.new_empty(out.shape)
+    rows = rows_of(x)
+    assert rows is not None, "unsupported_reason lets through what rows_of cannot describe"
+    size = out.shape[-1]
+    config = default_config(rows.num_rows, size) if config is None else config
+    is_pdl = is_pdl and has_pdl(x.device)
+    _silu_and_mul_kernel[(rows.num_rows * triton.cdiv(size, config.block),)](
+        x,
+        packed,
+        *rows[1:],
+        SIZE=size,
+        BLOCK=config.block,
+        PDL=is_pdl,
+        num_warps=config.num_warps,
+        launch_pdl=is_pdl,
+    )
+    return out if packed is out else out.copy_(packed)

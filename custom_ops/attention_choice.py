@@ -1,0 +1,131 @@
+"""Which implementation serves a call of `paged_attention`, and why the others cannot."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from compiled_engine.custom_ops.attention_work import MAX_CANDIDATES
+from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits
+
+PAGE_SIZES = (16, 32, 64)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+# of the decode kernel in CUDA C++
+CUDA_HEAD_DIMS = (64, 80, 96, 128)
+MAX_GROUP = 16
+_FP8_ARCH = 89
+
+
+def _triton_rejects(traits: Traits) -> str | None:
+    head_dim, page_size, arch = traits["head_dim"], traits["page_size"], traits["arch"]
+    num_rows = traits["num_rows"]
+    rules = (
+        (head_dim in HEAD_DIMS, f"has head dims {HEAD_DIMS}, not {head_dim}"),
+        (page_size in PAGE_SIZES, f"has page sizes {PAGE_SIZES}, not {page_size}"),
+        (
+            traits["has_query_cache"] or traits["has_fp8_cache"],
+            "needs a KV cache of the dtype of the queries or float8_e4m3fn",
+        ),
+        (
+            arch >= _FP8_ARCH or not traits["has_fp8_cache"],
+            f"reads float8_e4m3fn from sm_{_FP8_ARCH} on, this is sm_{arch}",
+        ),
+        (num_rows <= MAX_CANDIDATES, f"serves at most {MAX_CANDIDATES} rows, not {num_rows}"),
+    )
+    return next((reason for is_met, reason in rules if not is_met), None)
+
+
+def _cuda_rejects(traits: Traits) -> str | None:
+    head_dim, page_size, group = traits["head_dim"], traits["page_size"], traits["group"]
+    num_rows = traits["num_rows"]
+    rules = (
+        (traits["has_nvrtc"], "needs the cuda-bindings package"),
+        (head_dim in CUDA_HEAD_DIMS, f"has head dims {CUDA_HEAD_DIMS}, not {head_dim}"),
+        (page_size in PAGE_SIZES, f"has page sizes {PAGE_SIZES}, not {page_size}"),
+        (group <= MAX_GROUP, f"has at most {MAX_GROUP} query heads a KV head, not {group}"),
+        (traits["has_query_cache"], "needs a KV cache of the dtype of the queries"),
+        (num_rows <= MAX_CANDIDATES, f"serves at most {MAX_CANDIDATES} rows, not {num_rows}"),
+    )
+    return next((reason for is_met, reason in rules if not is_met), None)
+
+
+def _cpp_rejects(traits: Traits) -> str | None:
+    return None if traits["has_query_cache"] else "needs a KV cache of the dtype of the queries"
+
+
+CANDIDATES = (
+    Candidate(
+        family="attention",
+        mode="paged",
+        name="cuda",
+        priority=Priority.SPECIALIZED,
+        device_type="cuda",
+        min_arch=80,
+        dtypes=(torch.bfloat16, torch.float16),
+        rejects=_cuda_rejects,
+        tags=("split KV", "shared prefixes", "merged in one kernel"),
+    ),
+    Candidate(
+        family="attention",
+        mode="paged",
+        name="triton",
+        priority=Priority.TUNED,
+        device_type="cuda",
+        min_arch=80,
+        rejects=_triton_rejects,
+        tags=("split KV", "shared prefixes", "tiles"),
+    ),
+    Candidate(
+        family="attention",
+        mode="paged",
+        name="cpp",
+        priority=Priority.SPECIALIZED,
+        device_type="cpu",
+        rejects=_cpp_rejects,
+    ),
+    Candidate(family="attention", mode="paged", name="torch", priority=Priority.REFERENCE),
+)
+
+
+@functools.cache
+def _has_nvrtc() -> bool:
+    return torch.version.hip is None and find_spec("cuda") is not None
+
+
+def attention_traits(q: Tensor, k_cache: Tensor, num_rows: int) -> dict[str, int]:
+    """The traits of a call that `CANDIDATES` look at.
+
+    Args:
+        q: [T, H, D].
+        k_cache: [num_pages, page_size, H_kv, D].
+        num_rows: tokens of a decode call, else places for sequences.
+    """
+    return {
+        "head_dim": q.shape[2],
+        "page_size": k_cache.shape[1],
+        "has_query_cache": int(k_cache.dtype == q.dtype),
+        "has_fp8_cache": int(k_cache.dtype == torch.float8_e4m3fn),
+        "num_rows": num_rows,
+        "group": q.shape[1] // k_cache.shape[2],
+        "has_nvrtc": int(_has_nvrtc()),
+        "arch": Target.of(q.device).arch,
+    }
+
+
+def select_attention(impl: str, q: Tensor, k_cache: Tensor, num_rows: int) -> str:
+    """`impl` if it can serve, or the best candidate's name if that is empty.
+
+    Raises:
+        ValueError: `impl` is unknown or cannot serve; says why.
+    """
+    target, traits = Target.of(q.device), attention_traits(q, k_cache, num_rows)
+    reasons = {c.name: c.rejection(target, q.dtype, traits) for c in CANDIDATES}
+    if impl not in ("", *reasons):
+        raise ValueError(f"attention: no implementation {impl}; there are {', '.join(reasons)}")
+    if impl and reasons[impl] is not None:
+        raise ValueError(f"attention: {impl} {reasons[impl]}")
+    ranked = sorted(CANDIDATES, key=lambda c: -c.priority)
+    return impl or next(c.name for c in ranked if reasons[c.name] is None)

@@ -1,0 +1,180 @@
+// What the attention kernels need of the machine: copies, matrix products, ordering. No headers:
+// NVRTC has none. A test that runs the kernels on a CPU brings its own spelling of these.
+#pragma once
+
+typedef int i32;
+typedef long long i64;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 FULL = 0xffffffffu;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LOWEST = -1.0e30f;  // below every score; not infinite, so differences are numbers
+
+#ifndef CUDA_EMULATOR
+#define METHOD __device__ __forceinline__  // of a struct
+
+// Four 8x8 matrices of 16-bit values, each spread over a warp.
+struct Quad {
+    u32 x[4];
+};
+struct __align__(16) Float4 {
+    float x[4];
+};
+
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) char name[]
+#define NEGATIVE_INFINITY __int_as_float((i32)0xff800000u)
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Starts to copy 16 bytes to shared memory: `bytes` (0 or 16) from global memory, the rest zeros.
+DEVICE void copy_async(char* shared, const char* global, i32 bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(bytes)
+                 : "memory");
+}
+
+// Ends a group of copies of this thread.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most N groups of this thread are unfinished.
+template <int N> DEVICE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// Lane l names row l % 8 (16 bytes) of matrix l / 8. Lane l gets values 2 * (l % 4) and the next one
+// of row l / 4 of each.
+DEVICE Quad load_matrices(const char* row) {
+    Quad m;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m.x[0]), "=r"(m.x[1]), "=r"(m.x[2]), "=r"(m.x[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+    return m;
+}
+
+// The same, each matrix transposed.
+DEVICE Quad load_matrices_transposed(const char* row) {
+    Quad m;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m.x[0]), "=r"(m.x[1]), "=r"(m.x[2]), "=r"(m.x[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+    return m;
+}
+
+// A matrix in registers, transposed.
+DEVICE u32 transpose_matrix(u32 values) {
+    u32 result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(values));
+    return result;
+}
+
+// c [16, 8] += a [16, 16] b [16, 8].
+DEVICE void multiply(float (&c)[4], const Quad& a, u32 b0, u32 b1) {
+#if HALF
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+#endif
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+}
+
+// Two numbers rounded to 16 bits, the first in the lower half.
+DEVICE u32 pack(float first, float second) {
+    u32 result;
+#if HALF
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
+#endif
+    return result;
+}
+
+DEVICE float power_of_two(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+DEVICE float log_of_two(float x) {
+    float result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// Loads past the first-level cache, which may hold what an earlier kernel left there.
+DEVICE i32 load_fresh(const i32* p) {
+    i32 result;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(result) : "l"(p) : "memory");
+    return result;
+}
+DEVICE u32 load_fresh(const u32* p) { return (u32)load_fresh((const i32*)p); }
+DEVICE float load_fresh(const float* p) {
+    float result;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(result) : "l"(p) : "memory");
+    return result;
+}
+DEVICE Float4 load_fresh(const Float4* p) {
+    Float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x[0]), "=f"(v.x[1]), "=f"(v.x[2]), "=f"(v.x[3])
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+
+// Adds 1 to a counter; what the block wrote before is seen by who later finds the sum here.
+DEVICE i32 arrive(i32* counter) {
+    i32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+// Asks the second-level cache for what lies around `p`.
+DEVICE void prefetch(const char* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Before anything an earlier kernel wrote is touched; nothing to do below sm_90.
+DEVICE void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel's blocks be placed once all of this one's have been.
+DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+#endif
+
+DEVICE i32 lane_id() { return threadIdx.x & 31; }
+DEVICE i32 warp_id() { return threadIdx.x >> 5; }
+
+DEVICE float larger(float a, float b) { return a > b ? a : b; }
+
+// Over the lanes that hold the rows of a column of a product.
+DEVICE float column_max(float x) {
+    x = larger(x, __shfl_xor_sync(FULL, x, 4));
+    x = larger(x, __shfl_xor_sync(FULL, x, 8));
+    return larger(x, __shfl_xor_sync(FULL, x, 16));
+}
+DEVICE float column_sum(float x) {
+    x += __shfl_xor_sync(FULL, x, 4);
+    x += __shfl_xor_sync(FULL, x, 8);
+    return x + __shfl_xor_sync(FULL, x, 16);
+}
+DEVICE float warp_max(float x) {
+    x = larger(x, __shfl_xor_sync(FULL, x, 1));
+    x = larger(x, __shfl_xor_sync(FULL, x, 2));
+    return column_max(x);
+}
+DEVICE float warp_sum(float x) {
+    x += __shfl_xor_sync(FULL, x, 1);
+    x += __shfl_xor_sync(FULL, x, 2);
+    return column_sum(x);
+}

@@ -1,0 +1,252 @@
+"""Builds this package's CUDA C++ sources with NVRTC, keeps the cubins on disk, loads and launches.
+
+A source is a `.cu` file under `csrc/`; it may include only headers that stand beside it or above it
+under `csrc/`, so that a cache key covers all of it. Compiling needs no GPU and no driver: only the
+NVRTC library and `cuda.bindings`, which torch's CUDA wheels bring. Every kernel takes one struct as
+its only argument. Imports of `cuda.bindings` stay inside functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CSRC = Path(__file__).parent / "csrc"
+# Part of every cache key: raise it when launchers and kernels change how they talk to each other.
+ABI_NUMBER = 1
+FLAGS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class CudaBuildError(RuntimeError):
+    """NVRTC refused a source, or a CUDA driver call failed; the message holds its output."""
+
+
+@dataclass(frozen=True)
+class CudaSource:
+    """A source file with all own headers it includes.
+
+    Attributes:
+        name: path under `csrc/`, with slashes.
+        text: the file.
+        headers: (name as it is included, text), sorted.
+    """
+
+    name: str
+    text: str
+    headers: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Compiled code of one source for one architecture.
+
+    Attributes:
+        code: what the driver loads.
+        log: the compiler's output with the assembler's resource use; empty if read from disk.
+    """
+
+    code: bytes
+    log: str
+
+
+def cuda_sources() -> list[str]:
+    """Names of all sources, sorted."""
+    return sorted(path.relative_to(CSRC).as_posix() for path in CSRC.rglob("*.cu"))
+
+
+def read_source(name: str) -> CudaSource:
+    """Reads a source and, transitively, the headers it includes."""
+    path = CSRC / name
+    text = path.read_text()
+    headers: dict[str, str] = {}
+    pending = _INCLUDE.findall(text)
+    while pending:
+        header = pending.pop()
+        if header not in headers:
+            headers[header] = _find_header(path.parent, header).read_text()
+            pending += _INCLUDE.findall(headers[header])
+    return CudaSource(name, text, tuple(sorted(headers.items())))
+
+
+def _find_header(folder: Path, header: str) -> Path:
+    for base in (folder, CSRC):
+        if (base / header).is_file():
+            return base / header
+    raise CudaBuildError(f"{header} is included but stands neither in {folder} nor in {CSRC}")
+
+
+def arch_of(device: torch.device) -> str:
+    """The architecture name to compile for, such as `sm_90a`."""
+    major, minor = torch.cuda.get_device_capability(device)
+    # From 9.0 on, some instructions exist only in the variant for exactly one chip.
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def supported_archs() -> tuple[int, ...]:
+    """Architecture numbers this NVRTC compiles for, such as 90."""
+    from cuda.bindings import nvrtc
+
+    return tuple(_check(nvrtc.nvrtcGetSupportedArchs()))
+
+
+def compile_source(name: str, arch: str, flags: Iterable[str] = ()) -> Cubin:
+    """Compiles `csrc/<name>` for `arch`; touches neither a GPU nor a disk cache.
+
+    Raises:
+        CudaBuildError: the source has an error; the message holds the compiler's log.
+    """
+    from cuda.bindings import nvrtc
+
+    source = read_source(name)
+    names = [header.encode() for header, _ in source.headers]
+    texts = [text.encode() for _, text in source.headers]
+    program = _check(
+        nvrtc.nvrtcCreateProgram(
+            source.text.encode(), str(CSRC / name).encode(), len(names), texts, names
+        )
+    )
+    try:
+        options = [option.encode() for option in (f"-arch={arch}", *FLAGS, *flags)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        text = log.rstrip(b"\0 \n").decode(errors="replace")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CudaBuildError(f"{name} for {arch}: {status.name}\n{text}")
+        code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+        _check(nvrtc.nvrtcGetCUBIN(program, code))
+        return Cubin(code, text)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def compile_all(arch: str) -> dict[str, Cubin]:
+    """Compiles every source for `arch`: what a machine without a GPU can check."""
+    return {name: compile_source(name, arch) for name in cuda_sources()}
+
+
+def cache_key(name: str, arch: str, flags: Iterable[str] = ()) -> str:
+    """Key of one cubin: everything that its bytes depend on."""
+    from cuda.bindings import nvrtc
+
+    source = read_source(name)
+    version = _check(nvrtc.nvrtcVersion())
+    parts = (source, arch, (*FLAGS, *flags), tuple(version), ABI_NUMBER)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def cached_cubin(name: str, arch: str, cache_dir: Path, flags: Iterable[str] = ()) -> Cubin:
+    """The cubin from `cache_dir`, compiled and put there if it is missing or damaged.
+
+    Writes are atomic: processes may share the folder.
+    """
+    flags = tuple(flags)
+    path = cache_dir / f"{cache_key(name, arch, flags)}.cubin"
+    try:
+        stored = path.read_bytes()
+    except FileNotFoundError:
+        stored = None
+    if stored is not None:
+        digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+        if hashlib.sha256(code).digest() == digest:
+            return Cubin(code, "")
+        warnings.warn(f"{path} is damaged; {name} is compiled again", stacklevel=2)
+    cubin = compile_source(name, arch, flags)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=cache_dir, suffix=".tmp", delete=False) as file:
+        file.write(hashlib.sha256(cubin.code).digest() + cubin.code)
+    os.replace(file.name, path)
+    return cubin
+
+
+class Kernel:
+    """A loaded kernel with its launch configuration. One for each call site.
+
+    Args:
+        library: from `load_library`.
+        name: of the `extern "C"` function.
+        block: threads of a block.
+        shared_bytes: dynamic shared memory.
+        is_dependent: launch while the kernel before it in the stream still runs; the kernel itself
+            waits before it touches memory.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        name: str,
+        *,
+        block: int,
+        shared_bytes: int = 0,
+        is_dependent: bool = False,
+    ) -> None:
+        from cuda.bindings import driver
+
+        kernel = _check(driver.cuLibraryGetKernel(library, name.encode()))
+        self._function = driver.CUfunction(int(kernel))
+        self._launch = driver.cuLaunchKernelEx
+        if shared_bytes:
+            # Without it, static and dynamic shared memory together may not pass 48 KiB.
+            attribute = driver.CUfunction_attribute
+            limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            device = _check(driver.cuDeviceGet(torch.cuda.current_device()))
+            _check(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, device))
+        config = driver.CUlaunchConfig()
+        config.gridDimX = config.gridDimY = config.gridDimZ = 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared_bytes
+        if is_dependent:
+            launch_attribute = driver.CUlaunchAttribute()
+            kind = driver.CUlaunchAttributeID
+            launch_attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            launch_attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [launch_attribute], 1
+        self._config = config
+        self._params = (ctypes.c_void_p * 1)()
+
+    def launch(self, grid: int, args: ctypes.Structure) -> None:
+        """Launches `grid` blocks on torch's current stream; `args` is copied by the call."""
+        self._config.gridDimX = grid
+        self._config.hStream = torch.cuda.current_stream().cuda_stream
+        self._params[0] = ctypes.addressof(args)
+        _check(self._launch(self._config, self._function, ctypes.addressof(self._params), 0))
+
+
+@functools.cache
+def load_library(name: str, arch: str, cache_dir: Path, flags: tuple[str, ...] = ()) -> Any:
+    """Loads a source's cubin into the driver, once a process. Not to be called while capturing."""
+    from cuda.bindings import driver
+
+    torch.cuda.init()
+    code = cached_cubin(name, arch, cache_dir, flags).code
+    return _check(driver.cuLibraryLoadData(code, None, None, 0, None, None, 0))
+
+
+def inductor_cubin_dir() -> Path:
+    """Where launchers keep cubins: beside the compiler's own cache, which the engine places."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "cubin"
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """The value of a `cuda.bindings` call, or an error if its status is one."""
+    status, *values = result
+    if int(status) != 0:
+        raise CudaBuildError(f"a CUDA call failed: {status.name}")
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,59 @@
+"""Ops that several kernels implement get the chosen one's name as an argument.
+
+    before:  o = ce.paged_attention(q, ..., impl="")
+    after:   o = ce.paged_attention(q, ..., impl="triton")
+
+The registry decides from device, dtype and shapes, once, while the graph is traced. Where a choice
+depends on a size that varies within the graph (`fused_linear` for few tokens), the op itself takes
+the best for each size, unless an option names one.
+Conditions: none. Numerics: as the chosen kernel's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_engine.custom_ops.attention_choice import attention_traits
+from compiled_engine.custom_ops.gemm import fused_linear_traits
+from compiled_engine.custom_ops.registry import KernelRegistry, Target
+from compiled_engine.passes.pattern import Graph, Node, calls
+
+NAME = "choose_kernels"
+
+
+def apply(graph: Graph, registry: KernelRegistry) -> int:
+    """Rewrites the graph in place; returns how many calls got a name.
+
+    Raises:
+        ConfigError: an option asks for a kernel that cannot serve.
+    """
+    matches = 0
+    for node in calls(graph, torch.ops.ce.paged_attention.default):
+        q, k_cache, _, _, seq_rows = (_value(arg) for arg in node.args[:5])
+        traits = attention_traits(q, k_cache, seq_rows.shape[0])
+        if not all(isinstance(value, int) for value in traits.values()):
+            continue  # the op looks when it runs
+        choice = registry.choose("attention", "paged", Target.of(q.device), q.dtype, traits)
+        node.update_kwarg("impl", choice.candidate.name)
+        matches += 1
+    for node in calls(graph, torch.ops.ce.fused_linear.default):
+        matches += _choose_linear(node, registry)
+    return matches
+
+
+def _choose_linear(node: Node, registry: KernelRegistry) -> bool:
+    x, weight, bias, norm_weight, _, residual = (_value(arg) for arg in node.args[:6])
+    if not isinstance(x.shape[0], int):
+        wanted = registry.override("fused_linear", "few")
+        if wanted is None:
+            return False
+        node.update_kwarg("impl", wanted)
+        return True
+    traits = fused_linear_traits(x, weight, bias, norm_weight, residual)
+    choice = registry.choose("fused_linear", "few", Target.of(x.device), x.dtype, traits)
+    node.update_kwarg("impl", choice.candidate.name)
+    return True
+
+
+def _value(argument: object) -> torch.Tensor:
+    return argument.meta["val"] if isinstance(argument, Node) else argument  # type: ignore[return-value]

@@ -1,0 +1,46 @@
+"""Timing on the device: events around calls, and calls inside one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def event_ms(function: Callable[[], Any], *, num_calls: int, num_repeats: int) -> list[float]:
+    """Milliseconds of one call, for each repeat of `num_calls` calls in a row."""
+    import torch
+
+    function()
+    taken = []
+    for _ in range(num_repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(num_calls):
+            function()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) / num_calls)
+    return taken
+
+
+def graph_ms(
+    calls: Sequence[Callable[[], Any]], *, num_replays: int, num_repeats: int
+) -> list[float]:
+    """Milliseconds of one of `calls`, captured together in one CUDA graph, for each repeat.
+
+    Give every call inputs of its own, more bytes in all than the device's cache holds.
+    """
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:  # compiles, and allocates what is kept between calls
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    taken = event_ms(graph.replay, num_calls=num_replays, num_repeats=num_repeats)
+    return [milliseconds / len(calls) for milliseconds in taken]

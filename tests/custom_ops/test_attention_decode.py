@@ -1,0 +1,344 @@
+"""Attention of single tokens on a GPU: its work list, and its kernels.
+
+The Triton kernels run here in Triton's CPU interpreter, in one process of their own, and the CUDA
+kernel on emulated warps; on a GPU they run as the op does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_engine.custom_ops.attention_choice import (
+    CANDIDATES,
+    attention_traits,
+    select_attention,
+)
+from compiled_engine.custom_ops.attention_decode_cuda import CudaDecode, CudaTuning, Options
+from compiled_engine.custom_ops.attention_work import (
+    KV_TILE,
+    MERGE_FIELDS,
+    UNIT_FIELDS,
+    Header,
+    Heads,
+    Merge,
+    Unit,
+    WorkShape,
+    work_shape,
+)
+from compiled_engine.custom_ops.attention_work_spec import reference_work, work_list_spec
+from compiled_engine.custom_ops.registry import Target
+from tests.helpers.emulated_attention import run_emulated
+from tests.helpers.interpreted import run_interpreted
+from tests.helpers.paged_case import FP8, CaseShape, PagedCase, Row, make_case
+
+SHARED = [Row(1, 300 + 9 * i, 0, 16) for i in range(9)]
+OWN = [Row(1, n) for n in (1, 2, 15, 16, 17, 63, 64, 65, 130, 400)]
+CHUNKS = [Row(20, 300), Row(1, 40), Row(9, 9), Row(1, 200), Row(2, 2)]
+STEPS = {
+    "own": OWN,
+    "shared": SHARED,
+    "both": [*OWN, *SHARED, *(Row(1, 200 + i, 1, 9) for i in range(4))],
+    "chunks": CHUNKS,
+    "one": [Row(1, 1150)],
+    "none": [],
+}
+
+
+def test_the_kernels_in_the_interpreter():
+    run_interpreted("tests.helpers.interpreted_attention")
+
+
+# --- the CUDA kernel, on emulated warps -----------------------------------------------------------
+
+EMULATED = {
+    "own": (OWN, CaseShape(4, 2, 64, 16, torch.bfloat16)),
+    "shared": (SHARED, CaseShape(4, 1, 64, 16, torch.bfloat16)),
+    "both": (STEPS["both"], CaseShape(3, 1, 80, 32, torch.float16)),
+    "many-members": ([Row(1, 140 + 3 * i, 0, 8) for i in range(17)], CaseShape(4, 1, 64, 16)),
+    "chunks": (CHUNKS, CaseShape(8, 8, 64, 64, torch.bfloat16)),
+    "group-12": ([Row(1, 65), Row(1, 300)], CaseShape(24, 2, 128, 16, torch.bfloat16)),
+    "long": ([Row(1, 2200)], CaseShape(4, 1, 64, 16, torch.bfloat16)),
+    "none": ([], CaseShape(2, 1, 64, 16, torch.bfloat16)),
+}
+
+
+def emulate(case: PagedCase, lanes: int, *, is_decode: bool = True, stages: int = 3) -> Tensor:
+    shape, regions = lists(case, lanes, is_decode=is_decode)
+    work = work_list_spec(shape, case.step, case.shape.page_size, is_decode=is_decode)
+    options = Options(case.scale, case.window, case.soft_cap, case.sinks)
+    caches, table, positions = (case.k_cache, case.v_cache), case.step[0], case.step[2]
+    tuning = CudaTuning(stages=stages)
+    call = CudaDecode(case.q, caches, table, positions, work, shape, options, tuning=tuning)
+    call.partials.fill_(float("nan"))
+    call.sums.fill_(float("nan"))
+    results = []
+    for order in (0, 1, 5):  # of threads and blocks: others arrive last
+        out = torch.full_like(case.q, float("nan"))
+        run_emulated(call, out, order)
+        results.append(out)
+    assert all(torch.equal(results[0].nan_to_num(9), r.nan_to_num(9)) for r in results)
+    kept = {name: region.tolist() for name, region in shape.split(work).items()}
+    assert kept == regions, "the work list must be left as it was, with counters of 0"
+    return results[0]
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 20])
+@pytest.mark.parametrize("name", EMULATED)
+def test_the_cuda_kernel_emulated(name, lanes):
+    rows, shape = EMULATED[name]
+    if shape.dtype == torch.float32:
+        shape = replace(shape, dtype=torch.bfloat16)
+    case = make_case(rows, shape)
+    assert_near(case, emulate(case, lanes, stages=1 + lanes % 3))
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, 0.0), (100, 2.0), (250, 0.0)])
+def test_options_of_the_cuda_kernel_emulated(window, soft_cap):
+    case = make_case(STEPS["both"], CaseShape(4, 1, 64, 16, torch.bfloat16))
+    case.window, case.soft_cap = window, soft_cap
+    case.sinks = torch.linspace(-2, 3, 4)
+    assert_near(case, emulate(case, 5))
+
+
+def test_the_cuda_kernel_leaves_longer_queries_alone_emulated():
+    case = make_case([*CHUNKS, *SHARED], CaseShape(4, 1, 64, 16, torch.bfloat16))
+    out = emulate(case, 4, is_decode=False)
+    starts = case.step.query_start_loc.tolist()
+    longer = torch.zeros(len(out), dtype=torch.bool)
+    for begin, end in pairwise(starts):
+        longer[begin:end] = end - begin > 1
+    assert out[longer].isnan().all()
+    out[longer] = case.oracle()[longer].to(out.dtype)
+    assert_near(case, out)
+
+
+@pytest.mark.parametrize(
+    ("limits", "stages"),
+    [((232448, 233472), 3), ((166912, 167936), 2), ((101376, 102400), 1)],
+    ids=["sm_90", "sm_80", "sm_86"],
+)
+def test_two_blocks_of_the_cuda_kernel_fit_a_multiprocessor(limits, stages):
+    case = make_case(OWN, CaseShape(32, 8, 128, 16, torch.bfloat16))
+    shape, _ = lists(case, 3, is_decode=True)
+    caches, work = (case.k_cache, case.v_cache), torch.zeros(shape.total_size, dtype=torch.int32)
+    options = Options(case.scale)
+    call = CudaDecode(case.q, caches, case.step[0], case.step[2], work, shape, options)
+    assert call.variant(limits).stages == stages
+
+
+# --- the work list, in its plain spelling ---------------------------------------------------------
+
+
+def lists(
+    case: PagedCase, lanes: int, *, is_decode: bool
+) -> tuple[WorkShape, dict[str, list[int]]]:
+    heads = Heads(case.shape.num_heads, case.shape.num_kv_heads)
+    counts = (case.q.shape[0], case.step.seq_rows.shape[0])
+    shape = work_shape(lanes, heads, *counts, is_decode=is_decode)
+    work = work_list_spec(shape, case.step, case.shape.page_size, is_decode=is_decode)
+    return shape, {name: region.tolist() for name, region in shape.split(work).items()}
+
+
+def records(values: list[int], size: int, count: int) -> list[list[int]]:
+    return [values[i * size : (i + 1) * size] for i in range(count)]
+
+
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "mixed"])
+@pytest.mark.parametrize("lanes", [1, 7, 50])
+@pytest.mark.parametrize("step", STEPS)
+def test_units_cover_what_each_token_sees_exactly_once(step, lanes, is_decode):
+    case = make_case(STEPS[step], CaseShape())
+    shape, work = lists(case, lanes, is_decode=is_decode)
+    units = records(work["units"], UNIT_FIELDS, work["header"][Header.NUM_UNITS])
+    seen: dict[int, list[tuple[int, int]]] = {}
+    tile = 0
+    for unit in units:
+        assert unit[Unit.TILE_START] == tile, "units stand in one line without gaps"
+        length = unit[Unit.KV_END] - unit[Unit.KV_START]
+        assert unit[Unit.NUM_TILES] == -(-length // KV_TILE) > 0
+        tile += unit[Unit.NUM_TILES]
+        first, count = unit[Unit.TOKEN], unit[Unit.NUM_MEMBERS]
+        tokens = work["members"][first : first + count] if count else [first]
+        assert count <= shape.members_per_tile
+        for token in tokens:
+            span = (unit[Unit.KV_START], unit[Unit.KV_END])
+            seen.setdefault(token, []).append(span)
+    assert work["header"][Header.NUM_KV_TILES] == tile
+    starts = case.step.query_start_loc.tolist()
+    alone = [s for s in range(len(starts) - 1) if starts[s + 1] - starts[s] == 1]
+    expected = range(case.num_real) if is_decode else [starts[s] for s in alone]
+    assert sorted(seen) == list(expected)
+    for token, spans in seen.items():
+        spans.sort()
+        assert spans[0][0] == 0
+        assert spans[-1][1] == int(case.step.positions[token]) + 1
+        assert all(a[1] == b[0] for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize("lanes", [1, 7, 50])
+def test_partial_rows_belong_to_one_segment_and_one_token(lanes):
+    case = make_case(STEPS["both"], CaseShape())
+    shape, work = lists(case, lanes, is_decode=True)
+    used: list[int] = []
+    for merge in records(work["merges"], MERGE_FIELDS, shape.num_candidates):
+        if merge[Merge.TOKEN] < 0:
+            continue
+        used += range(merge[Merge.OWN_ROW], merge[Merge.OWN_ROW] + merge[Merge.OWN_COUNT])
+        group = range(merge[Merge.GROUP_COUNT])
+        used += [merge[Merge.GROUP_ROW] + i * shape.members_per_tile for i in group]
+    assert len(used) == len(set(used))
+    assert all(0 <= row < shape.num_partial_rows for row in used)
+
+
+def test_groups_are_found_and_read_once():
+    case = make_case(STEPS["both"], CaseShape())
+    _, work = lists(case, 5, is_decode=True)
+    count = work["header"][Header.NUM_GROUP_UNITS]
+    groups = records(work["units"], UNIT_FIELDS, count)
+    found = sorted((unit[Unit.KV_END], unit[Unit.NUM_MEMBERS]) for unit in groups)
+    assert found == [(9 * 16, 4), (16 * 16, 9)]
+
+
+def test_three_rows_or_a_short_prefix_make_no_group():
+    for rows in (SHARED[:3], [Row(1, 300 + i, 0, 7) for i in range(8)]):
+        _, work = lists(make_case(rows, CaseShape()), 5, is_decode=True)
+        assert work["header"][Header.NUM_GROUP_UNITS] == 0
+
+
+def test_query_tiles_list_longer_queries_heaviest_first():
+    case = make_case([Row(1, 9), Row(150, 200), Row(2, 5)], CaseShape(32, 8))
+    shape, work = lists(case, 5, is_decode=False)
+    count, size = work["header"][Header.NUM_QUERY_TILES], shape.query_tile_tokens
+    tiles = list(zip(work["tile_seq"], work["tile_start"], strict=True))[:count]
+    first = [(1, start) for start in reversed(range(1, 151, size))]
+    assert tiles == [*first, (2, 151)]
+
+
+def test_work_list_is_empty_on_the_cpu():
+    case = make_case(OWN, CaseShape())
+    assert reference_work(*case.work_arguments(is_decode=True)).shape == (0,)
+
+
+# --- which implementation -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 20}, "has head dims (64, 80, 96, 128, 256), not 20"),
+        ({"page_size": 8}, "has page sizes (16, 32, 64), not 8"),
+        ({"has_query_cache": 0}, "needs a KV cache of the dtype of the queries or float8_e4m3fn"),
+        ({"num_rows": 1025}, "serves at most 1024 rows, not 1025"),
+        ({"has_fp8_cache": 1, "arch": 80}, "reads float8_e4m3fn from sm_89 on, this is sm_80"),
+        ({}, None),
+    ],
+)
+def test_triton_says_why_it_cannot_serve(change, reason):
+    q, cache = torch.empty(2, 4, 64), torch.empty(3, 16, 2, 64)
+    traits = {**attention_traits(q, cache, 2), "arch": 90, **change}
+    triton = next(c for c in CANDIDATES if c.name == "triton")
+    assert triton.rejection(Target("cuda", 90), torch.float32, traits) == reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 256}, "has head dims (64, 80, 96, 128), not 256"),
+        ({"page_size": 8}, "has page sizes (16, 32, 64), not 8"),
+        ({"group": 17}, "has at most 16 query heads a KV head, not 17"),
+        ({"has_query_cache": 0}, "needs a KV cache of the dtype of the queries"),
+        ({"has_nvrtc": 0}, "needs the cuda-bindings package"),
+        ({"num_rows": 1025}, "serves at most 1024 rows, not 1025"),
+        ({}, None),
+    ],
+)
+def test_cuda_says_why_it_cannot_serve(change, reason):
+    q, cache = torch.empty(2, 4, 64), torch.empty(3, 16, 2, 64)
+    traits = {**attention_traits(q, cache, 2), "has_nvrtc": 1, **change}
+    cuda = next(c for c in CANDIDATES if c.name == "cuda")
+    assert cuda.rejection(Target("cuda", 90), torch.bfloat16, traits) == reason
+    assert cuda.rejection(Target("cuda", 90), torch.float32, traits) == (
+        "has no version for torch.float32"
+    )
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+LIMITS = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+GPU_SHAPES = {
+    "8b": CaseShape(32, 8, 128, 16, torch.bfloat16),
+    "mha-64-page-32": CaseShape(8, 8, 64, 32, torch.float16),
+    "gqa-5-80": CaseShape(40, 8, 80, 16, torch.bfloat16),
+    "mqa-96-page-64": CaseShape(8, 1, 96, 64, torch.bfloat16),
+    "256": CaseShape(16, 2, 256, 16, torch.bfloat16),
+    "fp8": CaseShape(32, 8, 128, 16, torch.bfloat16, FP8),
+    "fp32": CaseShape(4, 2, 64, 16, torch.float32),
+}
+
+
+def assert_near(case: PagedCase, got: Tensor) -> None:
+    expected = case.oracle()
+    error = (got.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error <= LIMITS[case.shape.dtype]
+    assert not got[case.num_real :].any(), "padding tokens must be 0"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("impl", ["cuda", "triton"])
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "mixed"])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("shape", GPU_SHAPES.values(), ids=GPU_SHAPES.keys())
+def test_the_op_on_a_gpu(shape, step, is_decode, impl):
+    case = make_case(STEPS[step], shape, device="cuda")
+    if impl == "cuda" and select_attention("", case.q, case.k_cache, 8) != impl:
+        pytest.skip("the CUDA kernel does not serve this shape")
+    arguments = case.work_arguments(is_decode=is_decode)
+    work = torch.ops.ce.attention_work.default(*arguments)
+    assert torch.equal(work, reference_work(*arguments))
+    inputs = case.arguments(work, is_decode=is_decode, kernel=impl)
+    assert_near(case, torch.ops.ce.paged_attention.default(*inputs))
+    assert torch.equal(work, reference_work(*arguments)), "the counters must be 0 again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "mixed"])
+@pytest.mark.parametrize(("window", "soft_cap"), [(1, 0.0), (100, 2.0), (250, 0.0)])
+def test_options_on_a_gpu(window, soft_cap, is_decode):
+    case = make_case([*STEPS["both"], *CHUNKS], GPU_SHAPES["8b"], device="cuda")
+    case.window, case.soft_cap = window, soft_cap
+    case.sinks = torch.linspace(-2, 3, 32, device="cuda")
+    work = torch.ops.ce.attention_work.default(*case.work_arguments(is_decode=is_decode))
+    got = torch.ops.ce.paged_attention.default(*case.arguments(work, is_decode=is_decode))
+    assert_near(case, got)
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_other_lengths():
+    small, large = ([Row(1, n + 10 * i) for i in range(6)] for n in (5, 900))
+    shape = CaseShape(32, 8, 128, 16, torch.bfloat16)
+    case, other = (make_case(rows, shape, device="cuda") for rows in (large, small))
+    step = [tensor.clone() for tensor in case.step]
+
+    def run() -> Tensor:
+        work = torch.ops.ce.attention_work.default(*step, 16, 32, 8, True)
+        tensors = (step[0], step[3], step[4], step[5], step[1], step[2], work)
+        caches = (case.k_cache, case.v_cache)
+        options = (0, 0.0, None, True, "")
+        return torch.ops.ce.paged_attention.default(case.q, *caches, *tensors, case.scale, *options)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    step[2].copy_(other.step.positions)
+    step[4].copy_(other.step.seq_lens)
+    graph.replay()
+    case.step = case.step._replace(positions=step[2], seq_lens=step[4])
+    assert_near(case, out)

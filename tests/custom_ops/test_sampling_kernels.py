@@ -1,0 +1,75 @@
+"""The Triton sampling kernels: interpreted on tiny rows, and on a GPU against the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_engine.custom_ops.sampling import (
+    RowSettings,
+    sample_tokens_reference,
+    top_logprobs_reference,
+)
+from tests.helpers.interpreted import run_interpreted
+
+pytest.importorskip("triton")
+
+MODULE = "tests.helpers.interpreted_sampling"
+
+
+def test_interpreted_kernels_equal_the_references():
+    run_interpreted(MODULE, "greedy", "rows", "reasons", "logprobs", "few")
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_under_every_limit_on_hard_rows():
+    run_interpreted(MODULE, "kinds", "hot")
+
+
+def random_settings(rows: int) -> RowSettings:
+    top_k = torch.randint(-1, 3000, (rows,), dtype=torch.int32, device="cuda")
+    top_p = 1 - 0.9 * torch.rand(rows, device="cuda")
+    min_p = torch.rand(rows, device="cuda").pow(3)
+    temperature = torch.rand(rows, device="cuda") * 1.5
+    top_k[::3], top_p[1::3], min_p[::2], temperature[::7] = 0, 1.0, 0.0, 0.0
+    seed = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
+    return RowSettings(temperature, top_k, top_p, min_p, seed, torch.arange(rows, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("rows", [1, 3, 64, 256])
+@pytest.mark.parametrize("vocab", [50, 32017, 151669])
+def test_tokens_equal_the_reference(vocab, rows, dtype):
+    logits = (torch.randn(rows, vocab + 267, device="cuda") * 3).to(dtype)
+    settings = random_settings(rows)
+    for is_greedy in (False, True):
+        got = torch.ops.ce.sample_tokens.default(logits, *settings, vocab, is_greedy)
+        expected = sample_tokens_reference(logits, *settings, vocab, is_greedy)
+        # Two noisy logits may be equal up to rounding, or a sum of weights reach top-p by it.
+        num_different = int((got != expected).sum())
+        assert num_different <= (0 if is_greedy else rows // 64), num_different
+
+
+@pytest.mark.gpu
+def test_a_row_does_not_depend_on_its_batch():
+    logits = torch.randn(130, 40000, device="cuda") * 3
+    settings = random_settings(130)
+    together = torch.ops.ce.sample_tokens.default(logits, *settings, 40000, False)
+    for i in range(0, 130, 9):
+        one = slice(i, i + 1)
+        alone = RowSettings(*(t[one] for t in settings))
+        got = torch.ops.ce.sample_tokens.default(logits[one], *alone, 40000, False)
+        assert torch.equal(got, together[one])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [50, 151669])
+def test_top_logprobs_equal_the_reference(vocab):
+    logits = (torch.randn(9, vocab, device="cuda") * 3).bfloat16()
+    chosen = torch.randint(0, vocab, (9,), dtype=torch.int32, device="cuda")
+    got = torch.ops.ce.top_logprobs.default(logits, chosen, 20)
+    expected = top_logprobs_reference(logits, chosen, 20)
+    assert torch.equal(got[0], expected[0])
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)

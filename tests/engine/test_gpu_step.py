@@ -1,0 +1,205 @@
+"""The step on a GPU: every fast path against its plain twin, and what steady decoding costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine.engine import Engine
+from compiled_engine.models import ARCHITECTURES
+from compiled_engine.models.config import load_model_config
+from compiled_engine.models.weights import build_model, load_weights
+from compiled_engine.request import Request, SamplingParams
+from tests.helpers.engines import assert_idle, run_requests, tiny_engine
+from tests.helpers.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.gpu
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+}
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "device": "cuda",
+    "enforce_eager": False,
+    "max_model_len": 1024,
+    "max_num_seqs": 48,
+    "chunked_prefill_size": 256,
+    "block_size": 16,
+    "max_total_tokens": 16384,
+    "gpu_memory_utilization": 0.5,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LENGTHS = (1, 5, 15, 16, 17, 33, 100, 255, 257, 600)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu") / "qwen3"
+    write_tiny_model(path, family="qwen3", **SHAPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def compiled(folder: Path) -> Engine:
+    return tiny_engine(folder, **OPTIONS)
+
+
+def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
+
+
+def agents(seed: int) -> list[list[int]]:
+    """Twelve prompts that share 70 tokens, in two groups that share 200, and two alone."""
+    first, second, own = prompts_of(seed, 70, 130, 130)
+    tails = prompts_of(seed + 1, *range(3, 17))
+    long = [first + second + tail for tail in tails[:5]]
+    return long + [first + own + tail for tail in tails[5:10]] + [first + t for t in tails[10:]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cudagraph_mode": "none"},
+        {"cudagraph_mode": "piecewise"},
+        {"overlap_schedule": "off"},
+        {"scheduler": "torch"},
+        {"check_graphs": True},
+        {"device_loop": True},
+    ],
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_gpu_paths_give_equal_tokens(folder, compiled, options):
+    """The same kernels in another arrangement: not a token may differ."""
+    other = tiny_engine(folder, **OPTIONS, **options)
+    for stagger, prompts in ((0, prompts_of(1, *LENGTHS)), (3, agents(2))):
+        expected = run_requests(compiled, prompts, GREEDY, stagger=stagger)
+        got = run_requests(other, prompts, GREEDY, stagger=stagger)
+        assert got.tokens == expected.tokens
+    drawn = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=4, max_tokens=8)
+    biased = SamplingParams(temperature=0.0, logit_bias={7: 5.0}, max_tokens=8, ignore_eos=True)
+    for params in (drawn, biased):
+        prompts = prompts_of(3, 20, 40)
+        expected = run_requests(compiled, prompts, params)
+        assert run_requests(other, prompts, params).tokens == expected.tokens
+    assert_idle(other)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gpu_logits_equal_the_model_in_fp32(tmp_path, family):
+    """Chunked prefill, decode and prefix hits, alone and among others, within bf16's rounding.
+
+    The yardstick is what the plain model loses by running in bf16.
+    """
+    write_tiny_model(tmp_path / family, family=family, **SHAPE)
+    made = tiny_engine(tmp_path / family, **{**OPTIONS, "cudagraph_mode": "none"})
+    config = load_model_config(tmp_path / family)
+    truth, rounded = (
+        _load(tmp_path / family, config, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    seen: list[torch.Tensor] = []
+    head = made.loop.executor.pieces.head
+
+    def keep(residual: torch.Tensor) -> torch.Tensor:
+        logits = head(residual)
+        seen.append(logits.float().clone())
+        return logits
+
+    made.loop.executor.pieces.head = keep  # type: ignore[method-assign]
+    (prompt,) = prompts_of(5, 300)
+    for _ in range(2):  # computed, then with its prefix cached
+        seen.clear()
+        tokens = run_requests(made, [prompt], GREEDY).tokens[0]
+        # The overlapped loop launches a step more than it needs.
+        got = torch.cat([logits[:1] for logits in seen])[-13:-1]
+        full = torch.tensor(prompt + tokens, device="cuda")
+        positions = torch.arange(len(full), device="cuda")
+        with torch.no_grad():
+            expected = truth(full, positions)[299:311]
+            own_error = (rounded(full, positions)[299:311].float() - expected).norm()
+        error = (got - expected).norm()
+        assert error <= 1.5 * own_error, (float(error), float(own_error))
+
+
+def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    device = torch.device("cuda")
+    model = build_model(ARCHITECTURES[config.architecture], config, dtype=dtype, device=device)
+    load_weights(model, folder, dtype=dtype, device=device)
+    return model
+
+
+def test_gpu_shared_prefix_equals_alone(compiled):
+    """Groups of rows that read a shared prefix once answer as each of them does alone."""
+    prompts = agents(11)
+    alone = [run_requests(compiled, [prompt], GREEDY).tokens[0] for prompt in prompts]
+    together = run_requests(compiled, prompts, GREEDY).tokens
+    same = sum(a == b for a, b in zip(alone, together, strict=True))
+    # Sums in another order: a near-tie may fall otherwise, most rows must not.
+    assert same >= len(prompts) - 2, (same, len(prompts))
+
+
+def test_gpu_steady_decode_never_synchronises(compiled):
+    loop = compiled.loop
+    for index, prompt in enumerate(prompts_of(21, 20, 30, 40)):
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        loop.submit(Request(request_id=index, prompt_token_ids=prompt, params=params))
+    for _ in range(10):
+        loop.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(40):
+            loop.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while loop.has_work:
+        loop.step()
+    loop.drain()
+    assert_idle(compiled)
+
+
+def test_gpu_captured_steps_cover_what_runs(compiled):
+    """Nothing is captured or compiled while greedy and sampled requests are served."""
+    executor = compiled.loop.executor
+    graphs = executor._graphs
+    assert graphs is not None
+    before, graphs_before = len(graphs), compiled.driver.refresh().num_graphs
+    drawn = SamplingParams(temperature=0.8, seed=1, max_tokens=6, ignore_eos=True)
+    run_requests(compiled, prompts_of(31, *LENGTHS), GREEDY)
+    run_requests(compiled, prompts_of(32, *LENGTHS), drawn, stagger=2)
+    assert len(graphs) == before
+    counters = compiled.driver.refresh()
+    assert (counters.num_graphs, counters.num_recompiles) == (graphs_before, 0)
+    assert counters.num_graph_breaks == 0
+
+
+def test_gpu_moved_tensor_is_noticed(folder):
+    made = tiny_engine(folder, **OPTIONS, check_graphs=True)
+    module = made.loop.executor.model.model.norm
+    module.weight = torch.nn.Parameter(module.weight.clone(), requires_grad=False)
+    with pytest.raises(AssertionError, match=r"weight model\.norm\.weight"):
+        run_requests(made, prompts_of(41, 5), GREEDY)
+
+
+def test_gpu_memory_stays_below_the_ceiling(compiled, folder):
+    memory = compiled.memory
+    assert memory is not None
+    assert memory.used <= memory.allowed
+    made = tiny_engine(folder, **{**OPTIONS, "max_total_tokens": None, "max_model_len": 2048})
+    assert made.memory is not None
+    assert made.memory.used <= made.memory.allowed
+    run_requests(made, prompts_of(42, *LENGTHS), GREEDY)
+    free, total = torch.cuda.mem_get_info()
+    del free
+    assert torch.cuda.max_memory_reserved() <= total * 0.5
