@@ -45,7 +45,7 @@ from compiled_engine.step_times import StepTimes
 # Ops that `--cudagraph-mode piecewise` keeps out of graphs.
 SPLIT_OPS = ("ce::paged_attention",)
 # Fused ops that stay in the graph wherever they have a kernel of their own.
-FUSED_OPS = ("rope_kv_write", "qk_norm_rope_kv_write")
+FUSED_OPS = ("fused_linear", "rope_kv_write", "qk_norm_rope_kv_write")
 
 
 class Engine:

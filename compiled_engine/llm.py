@@ -24,7 +24,6 @@ from compiled_engine.request import (
     TokenEvent,
     validate_request,
 )
-from compiled_engine.scheduler.prefix import forget_all
 from compiled_engine.settings import BuildProgress
 from compiled_engine.tokenizer import Tokenizer
 
@@ -130,9 +129,7 @@ class LLM:
         loop = self.engine.loop
         if loop.has_work:
             raise InvalidRequestError("requests are running: the prefix cache is in use")
-        # Whatever was launched for the last of them must not publish behind our back.
-        loop.drain()
-        forget_all(loop.executor.state.groups[0])
+        loop.reset_prefix_cache()
 
     def close(self) -> None:
         """Frees the model and its caches; may be called twice. Nothing else works afterwards."""

@@ -25,6 +25,7 @@ from compiled_engine.outbox import (
     HostRecord,
     RingOutbox,
 )
+from compiled_engine.prefix_guess import PrefixGuess
 from compiled_engine.request import FinishReason, ModelLimits, Request, TokenEvent
 from compiled_engine.sampler import Variant, build_param_inbox, variant_of
 from compiled_engine.scheduler.advance import (
@@ -39,6 +40,7 @@ from compiled_engine.scheduler.advance import (
     COUNT_WANTED_TOKENS,
 )
 from compiled_engine.scheduler.inbox import InboxBuilder, SubmitEntry
+from compiled_engine.scheduler.prefix import forget_all
 from compiled_engine.step import StepExecutor, StepKey
 from compiled_engine.step_times import StepTimes
 
@@ -126,6 +128,7 @@ class StepLoop:
         self._num_by_variant = [0] * len(Variant)  # seats
         self._seat_of: dict[int, _Seat] = {}  # by request id
         self._unstarted: dict[int, int] = {}  # row -> prompt tokens, until its first token
+        self._guess = PrefixGuess(is_caching=executor.shape.prefix_caching)
         self._arrival = 0
         self._newest: HostRecord | None = None
         self._unread: deque[_Launched] = deque()  # steps launched and not read
@@ -148,6 +151,13 @@ class StepLoop:
         elif not seat.is_over:
             self._end(seat)
             self.inbox.abort(seat.row, seat.gen)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix; no request may be running."""
+        assert not self.has_work, "requests are running: the prefix cache is in use"
+        self.drain()  # what was launched for the last of them must not publish behind our back
+        forget_all(self.executor.state.groups[0])
+        self._guess.clear()
 
     @property
     def has_work(self) -> bool:
@@ -242,15 +252,19 @@ class StepLoop:
 
     def _launch(self) -> None:
         self._seat_requests()
+        has_entries = not self.inbox.is_empty
         inbox, applied = self.inbox.take()
         submitted = [self._seats[entry.row] for entry in applied if isinstance(entry, SubmitEntry)]
+        for seat in submitted:
+            salt = salt_of(seat.request.cache_salt)
+            self._guess.add(seat.row, seat.request.prompt_token_ids, salt)
         entries = [(s.row, s.request.params, s.seed, s.stop_ids) for s in submitted]
         param_inbox = (
             build_param_inbox(self.executor.shape, entries) if entries else self._no_params
         )
         variant = next((v for v in reversed(Variant) if self._num_by_variant[v]), Variant.GREEDY)
         key = self._choose_step(variant)
-        self.executor.launch(inbox, param_inbox, key)
+        self.executor.launch(inbox, param_inbox, key, has_entries=has_entries)
         spare = max(0, key.num_tokens - self._num_live)
         self._unread.append(_Launched(key, spare, time.perf_counter()))
         self.stats.num_steps += 1
@@ -305,7 +319,8 @@ class StepLoop:
         """The step to launch: places for what the device could use, from numbers one step old.
 
         Whatever is chosen, the device's plan is right. Too small delays, too large pads: rows that
-        run get a place each, unserved prompts what they still want, waiting prompts their length.
+        run get a place each, unserved prompts what they still want, waiting prompts what is new in
+        them.
         """
         executor = self.executor
         if executor.reads_plans:
@@ -316,8 +331,8 @@ class StepLoop:
             wanted += int(counts[COUNT_WANTED_TOKENS] - counts[COUNT_STEP_TOKENS])
             resident = int(counts[COUNT_RESIDENT_ROWS])
             num_waiting = int(counts[COUNT_WAITING_ROWS])
-        if self._unstarted and resident < len(self._seats):
-            wanted += sum(self._unstarted.values())
+        if resident < len(self._seats):
+            wanted += self._guess.num_needed()
         # Steps launched and not read yet have served part of that already.
         wanted = max(self._num_live, wanted - sum(step.num_prompt_places for step in self._unread))
         is_mixed = bool(self._unstarted or num_waiting)
@@ -379,6 +394,7 @@ class StepLoop:
         stats = self.stats
         if seat.num_tokens == 0:
             self._unstarted.pop(seat.row, None)
+            self._guess.leave(seat.row)
             stats.num_prompt_tokens += seat.num_prompt
             stats.num_cached_tokens += cached
         seat.num_tokens += 1
@@ -394,6 +410,7 @@ class StepLoop:
         seat.is_over = True
         self._num_live -= 1
         self._unstarted.pop(seat.row, None)
+        self._guess.leave(seat.row)
 
     def _leave(self, seat: _Seat) -> None:
         assert seat.is_over, f"row {seat.row} is free while its request runs"

@@ -174,7 +174,7 @@ def scheduler_shape(config: EngineConfig, settings: Settings) -> SchedulerShape:
         max_releases=min(settings.max_num_seqs, 4 if is_cpu else 16),
         # A GPU's steps are long and large: prompts must arrive faster than they are computed.
         max_submits=16 if is_cpu else 64,
-        max_pieces=16 if is_cpu else 64,
+        max_pieces=16 if is_cpu else 256,
         token_page_size=token_page,
         num_token_pages=settings.max_num_seqs * width,
         prefix_caching=config.enable_prefix_caching,

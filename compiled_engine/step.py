@@ -97,17 +97,21 @@ class StepExecutor:
         return self.device.type == "cpu"
 
     @torch.no_grad()
-    def launch(self, inbox: Inbox, param_inbox: ParamInbox, key: StepKey) -> None:
+    def launch(
+        self, inbox: Inbox, param_inbox: ParamInbox, key: StepKey, *, has_entries: bool
+    ) -> None:
         """Runs one step of at most `key.num_tokens` tokens and writes its record.
 
         On a GPU it waits for nothing and has that many places; on a CPU it has as many as the plan
-        needs, and a step without tokens does not run the model.
+        needs, and a step without tokens does not run the model. Without entries in the inbox
+        nothing is copied.
         """
         if self.reads_plans:
             self._run_here(inbox, param_inbox, key)
             return
         assert self._upload is not None, "launched before warm_up"
-        if self._upload.send(inbox, param_inbox) and self.pieces.apply_params is not None:
+        is_sent = self._upload.send(inbox, param_inbox, has_entries=has_entries)
+        if is_sent and self.pieces.apply_params is not None:
             self.pieces.apply_params(self.params, self._upload.param_inbox)
         self._run(key)
 

@@ -46,9 +46,9 @@ class DeviceInbox:
         self.inbox: Inbox = _like(inbox, views)
         self.param_inbox: ParamInbox = _like(param_inbox, views)
         self._num_sent = 0
-        self._empty, self._empty_params = inbox, param_inbox
+        self._empty = (inbox, param_inbox)
         self._holds_entries = True
-        self.send(inbox, param_inbox)
+        self.clear()
 
     @property
     def address(self) -> int:
@@ -57,12 +57,11 @@ class DeviceInbox:
 
     def clear(self) -> None:
         """Leaves the device with no entries."""
-        self.send(self._empty, self._empty_params)
+        self.send(*self._empty, has_entries=False)
 
-    def send(self, inbox: Inbox, param_inbox: ParamInbox) -> bool:
-        """Queues the copy of a step's entries; False where the device has just that already."""
-        is_empty = inbox is self._empty
-        if is_empty and not self._holds_entries:
+    def send(self, inbox: Inbox, param_inbox: ParamInbox, *, has_entries: bool) -> bool:
+        """Queues the copy of a step's entries; False where the device has none and needs none."""
+        if not has_entries and not self._holds_entries:
             return False
         slot = self._num_sent % RING_RECORDS
         for target, source in zip(
@@ -71,7 +70,7 @@ class DeviceInbox:
             target.copy_(source)
         self._device_bytes.copy_(self._host_bytes[slot], non_blocking=True)
         self._num_sent += 1
-        self._holds_entries = not is_empty
+        self._holds_entries = has_entries
         return True
 
     def _views(self, buffer: Tensor) -> list[Tensor]:

@@ -152,6 +152,62 @@ def _store(
 
 
 @gluon.jit
+def _place_of(step: gl.tensor, C: gl.constexpr) -> gl.tensor:
+    """Stage and phase of block number `step` of this program, in the rings of keys and values."""
+    return step % C.stages, (step // C.stages) & 1
+
+
+@gluon.jit
+def _start_products(
+    side: gl.constexpr,
+    q: gl.tensor,
+    k: gl.tensor,
+    v: gl.tensor,
+    weights: gl.tensor,
+    zero: gl.tensor,
+    acc: gl.tensor,
+    bars: gl.tensor,
+    stage: gl.tensor,
+    v_place: gl.tensor,
+    turn: gl.tensor,
+    C: gl.constexpr,
+) -> gl.tensor:
+    """Starts the scores of the block in `stage`, then the sums of the one at `v_place`."""
+    v_stage, v_phase = v_place
+    if C.takes_turns:
+        mbarrier.wait(bars[TURN].index(side), turn ^ (1 - side))
+        turn ^= 1
+    s_token = warpgroup_mma(q, k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(bars[V_FULL].index(v_stage), v_phase)
+    acc_token = warpgroup_mma(weights, v.index(v_stage), acc, is_async=True)
+    if C.takes_turns:
+        mbarrier.arrive(bars[TURN].index(1 - side), count=1)
+    return s_token, acc_token, turn
+
+
+@gluon.jit
+def _soften(s: gl.tensor, m: gl.tensor, total: gl.tensor, factors: gl.tensor) -> gl.tensor:
+    """Row maxima and sums with one more block; what older sums shrink by, and its weights."""
+    m_new = gl.maximum(m, gl.max(s, 1))
+    m_scaled = _finite(m_new) * factors[0]
+    shrink = gl.exp2(m * factors[0] - m_scaled)
+    p = gl.exp2(s * factors[0] - m_scaled[:, None])
+    return m_new, total * shrink + gl.sum(p, 1), shrink, p
+
+
+@gluon.jit
+def _masked_range(
+    position: gl.tensor, num_tokens: gl.tensor, window: gl.tensor, C: gl.constexpr
+) -> gl.tensor:
+    """Blocks from the first on, and below the second, hold keys that some row does not see."""
+    masked_from = (position + 1) // C.block
+    masked_below = 0
+    if C.has_window:
+        masked_below = (position + num_tokens - 1 - window) // C.block + 1
+    return masked_from, masked_below
+
+
+@gluon.jit
 def _attend_item(
     side: gl.constexpr,
     q: gl.tensor,
@@ -176,22 +232,14 @@ def _attend_item(
     low, high = seen_blocks(position, num_tokens, window, C)
     row = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, s_layout))
     row_position = position + side * (ROWS // 2 // C.folded) + row // C.folded
-    stage = step % C.stages
-    phase = (step // C.stages) & 1
+    stage, phase = _place_of(step, C)
     q_stage = num_items % C.query_stages
     q = q.index(q_stage * 2 + side)
     mbarrier.wait(bars[Q_FULL].index(q_stage), (num_items // C.query_stages) & 1)
     mbarrier.wait(bars[K_FULL].index(stage), phase)
+    keys = k.index(stage).permute((1, 0))
     m, total, p = _first_block(
-        q,
-        k.index(stage).permute((1, 0)),
-        zero,
-        bars[K_EMPTY].index(stage),
-        high,
-        row_position,
-        window,
-        factors,
-        C,
+        q, keys, zero, bars[K_EMPTY].index(stage), high, row_position, window, factors, C
     )
     weights = gl.convert_layout(p.to(q.dtype), p_layout)
     acc = gl.full([ROWS // 2, C.head_dim], 0.0, gl.float32, o_layout)
@@ -200,44 +248,24 @@ def _attend_item(
         mbarrier.wait(bars[V_FULL].index(stage), phase)
         _clear_tail(v_pages, stage, valid, C)
     step += 1
-    next_stage = step % C.stages
-    next_phase = (step // C.stages) & 1
+    next_stage, next_phase = _place_of(step, C)
     mbarrier.wait(bars[K_FULL].index(next_stage), next_phase, pred=high > low)
-    # blocks from here on up hold keys that some row does not see
-    masked_from = (position + 1) // C.block
-    masked_below = 0
-    if C.has_window:
-        masked_below = (position + num_tokens - 1 - window) // C.block + 1
+    masked_from, masked_below = _masked_range(position, num_tokens, window, C)
     for i in range(1, high - low + 1):
         block = high - i
-        v_stage = stage
-        v_phase = phase
-        stage = next_stage
-        phase = next_phase
-        if C.takes_turns:
-            mbarrier.wait(bars[TURN].index(side), turn ^ (1 - side))
-            turn ^= 1
-        s_token = warpgroup_mma(
-            q, k.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True
+        v_stage, v_phase = stage, phase
+        stage, phase = next_stage, next_phase
+        s_token, acc_token, turn = _start_products(
+            side, q, k, v, weights, zero, acc, bars, stage, (v_stage, v_phase), turn, C
         )
-        mbarrier.wait(bars[V_FULL].index(v_stage), v_phase)
-        acc_token = warpgroup_mma(weights, v.index(v_stage), acc, is_async=True)
-        if C.takes_turns:
-            mbarrier.arrive(bars[TURN].index(1 - side), count=1)
         s = warpgroup_mma_wait(1, deps=(s_token,))
         mbarrier.arrive(bars[K_EMPTY].index(stage), count=1)
         s = _scores(s, factors, C)
         if (block >= masked_from) | (block < masked_below):
             s = _mask(s, block, row_position, window, C)
-        m_new = gl.maximum(m, gl.max(s, 1))
-        m_scaled = _finite(m_new) * factors[0]
-        shrink = gl.exp2(m * factors[0] - m_scaled)
-        p = gl.exp2(s * factors[0] - m_scaled[:, None])
-        total = total * shrink + gl.sum(p, 1)
-        m = m_new
+        m, total, shrink, p = _soften(s, m, total, factors)
         step += 1
-        next_stage = step % C.stages
-        next_phase = (step // C.stages) & 1
+        next_stage, next_phase = _place_of(step, C)
         # This wait's branch also keeps the assembler from moving the softmax below the next wait.
         mbarrier.wait(bars[K_FULL].index(next_stage), next_phase, pred=block > low)
         acc, p = warpgroup_mma_wait(0, deps=(acc_token, p))

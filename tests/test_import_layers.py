@@ -66,7 +66,17 @@ LAYERS: tuple[Layer, ...] = (
     ),
     Layer(
         6,
-        ("pieces", "upload", "step", "step_times", "memory", "loop", "warmup", "explain"),
+        (
+            "pieces",
+            "prefix_guess",
+            "upload",
+            "step",
+            "step_times",
+            "memory",
+            "loop",
+            "warmup",
+            "explain",
+        ),
         own=True,
     ),
     Layer(7, TEXT, own=True, only=BASE, no_packages=("torch", "xgrammar", "triton")),

@@ -364,10 +364,10 @@ def test_llm_interrupted_call_leaves_nothing_behind(llm, monkeypatch):
     """What Ctrl-C left running must neither reach the next call nor keep its rows."""
     launch, count = llm.engine.loop.executor.launch, iter(range(100))
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **options: Any) -> None:
         if next(count) == 3:
             raise KeyboardInterrupt
-        launch(*args)
+        launch(*args, **options)
 
     expected = llm.generate([[5, 6, 7]], GREEDY)[0].token_ids
     with monkeypatch.context() as patch:
