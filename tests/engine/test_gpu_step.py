@@ -140,6 +140,20 @@ def _load(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
+def test_gpu_fp8_cache_halves_pages_and_keeps_answers_close(folder, compiled):
+    """A cast to 8 bits moves logits a little; most greedy tokens of a short answer stay."""
+    small = tiny_engine(folder, **OPTIONS, kv_cache_dtype="fp8_e4m3")
+    cache = small.loop.executor.caches[0].k_cache
+    assert cache.dtype == torch.float8_e4m3fn
+    assert 2 * cache.nbytes == compiled.loop.executor.caches[0].k_cache.nbytes
+    prompts = prompts_of(51, *LENGTHS)
+    expected = run_requests(compiled, prompts, GREEDY).tokens
+    got = run_requests(small, prompts, GREEDY).tokens
+    firsts = sum(a[0] == b[0] for a, b in zip(expected, got, strict=True))
+    assert firsts >= len(prompts) - 3, (firsts, len(prompts))
+    assert_idle(small)
+
+
 def test_gpu_shared_prefix_equals_alone(compiled):
     """Groups of rows that read a shared prefix once answer as each of them does alone."""
     prompts = agents(11)

@@ -1,4 +1,4 @@
-"""The inbox's way to the device: same values, one buffer, and nothing copied when nothing is new."""
+"""The inbox on its way to the device: same values, and nothing is copied when nothing is new."""
 
 from __future__ import annotations
 
