@@ -67,6 +67,8 @@ class EngineConfig:
         max_step_ms: while requests decode, compute prompts in chunks whose step stays below this
             many milliseconds; GPU only.
         disable_passes: names of FX passes to leave out.
+        inductor_pdl: let kernels that Inductor generates start while the one before them ends, as
+            our own do; from compute capability 9.0 on.
         kernels: kernels to take instead of the best ones, each as FAMILY=NAME, such as
             attention=torch; compiled pieces only.
         seed: seeds dummy weights, and the seeds of requests that bring none.
@@ -97,6 +99,7 @@ class EngineConfig:
     device_loop: bool = False
     max_step_ms: float | None = None
     disable_passes: tuple[str, ...] = ()
+    inductor_pdl: bool = False
     kernels: tuple[str, ...] = ()
     seed: int = 0
     trust_remote_code: bool = False

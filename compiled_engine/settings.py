@@ -81,9 +81,16 @@ def check_options(config: EngineConfig, device: torch.device) -> None:
             param="device_loop",
         )
     if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if config.inductor_pdl and major < 9:
+            raise ConfigError(
+                f"--inductor-pdl needs compute capability 9.0; this GPU has {major}.{minor}",
+                param="inductor_pdl",
+            )
         return
     for name, value, plain in (
         ("max_step_ms", config.max_step_ms, (None,)),
+        ("inductor_pdl", config.inductor_pdl, (False,)),
         ("kv_cache_dtype", config.kv_cache_dtype, ("auto",)),
         ("device_loop", config.device_loop, (False,)),
         ("scheduler", config.scheduler, ("auto", "torch")),

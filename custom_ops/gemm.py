@@ -3,7 +3,8 @@
 A pass puts `linear` in the place of plain matrix products on the CPU: few rows run our kernel,
 which reads the weights once at memory speed; many rows go to the library behind
 `torch.nn.functional.linear`. `fused_linear` is the same for the GPU: few rows run the kernels of
-`gemm_skinny`, the others the library. `CANDIDATES` says which can take what, and why not.
+`gemm_skinny`, the others the library. `CANDIDATES` says which can take what, and why not; which of
+those that can is the fastest is in `gemm_choice`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops import gemm_skinny, reference
+from compiled_engine.custom_ops.gemm_choice import (
+    hopper_rejects,
+    pick_config,
+    why_hopper_is_slower,
+)
 from compiled_engine.custom_ops.library import CPU_DTYPES, LIBRARY, define_op
-from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits
+from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits, best_of
 
 # Rows up to which the CPU kernel is faster than the library, by dtype.
 MAX_SKINNY_ROWS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 4}
@@ -147,15 +153,11 @@ def _rejects_hopper(traits: Traits) -> str | None:
         return "needs compute capability 9"
     if not traits["is_aligned"]:
         return "needs rows of x and the weight at multiples of 16 bytes"
-    return _rejects_beyond(MAX_HOPPER_TOKENS)(traits)
+    return _rejects_beyond(MAX_HOPPER_TOKENS)(traits) or hopper_rejects(traits)
 
 
-def _few_tokens(
-    name: str,
-    priority: Priority,
-    max_tokens: int,
-    rejects: Callable[[Traits], str | None] | None = None,
-) -> Candidate:
+def _few_tokens(name: str, priority: Priority, max_tokens: int, **rules: Any) -> Candidate:
+    rules.setdefault("rejects", _rejects_beyond(max_tokens))
     return Candidate(
         family="fused_linear",
         mode="few",
@@ -164,16 +166,22 @@ def _few_tokens(
         device_type="cuda",
         min_arch=80,
         dtypes=(torch.bfloat16, torch.float16),
-        rejects=rejects or _rejects_beyond(max_tokens),
         tags=(f"1 to {max_tokens} tokens",),
+        **rules,
     )
 
 
-# Traits: num_tokens, size (columns), and the flags that `fused_linear_traits` gives.
+# Traits: those that `fused_linear_traits` gives.
 CANDIDATES = (
     _few_tokens("row", Priority.SPECIALIZED, MAX_ROW_TOKENS),
     _few_tokens("tile", Priority.TUNED, MAX_TILE_TOKENS),
-    _few_tokens("hopper", Priority.PORTABLE, MAX_HOPPER_TOKENS, _rejects_hopper),
+    _few_tokens(
+        "hopper",
+        Priority.SPECIALIZED,
+        MAX_HOPPER_TOKENS,
+        rejects=_rejects_hopper,
+        slower=why_hopper_is_slower,
+    ),
     Candidate(family="fused_linear", mode="few", name="torch", priority=Priority.REFERENCE),
 )
 
@@ -184,12 +192,18 @@ def fused_linear_traits(
     bias: Tensor | None,
     norm_weight: Tensor | None,
     residual: Tensor | None,
+    is_gated: bool,
 ) -> dict[str, int]:
-    """The traits of these arguments of `fused_linear` that `CANDIDATES` look at."""
+    """The traits of these arguments of `fused_linear` that `CANDIDATES` look at.
+
+    num_tokens, rows and size of the weight, and flags.
+    """
     others = [t for t in (weight, bias, norm_weight, residual) if t is not None]
     return {
         "num_tokens": x.shape[0],
+        "rows": weight.shape[0],
         "size": x.shape[1],
+        "is_gated": is_gated,
         "has_one_dtype": all(t.dtype == x.dtype for t in others),
         "is_weight_contiguous": weight.is_contiguous(),
         "is_last_dim_contiguous": all(t.stride(1) == 1 for t in (x, residual) if t is not None),
@@ -214,8 +228,7 @@ def select_kernel(kernel: str, target: Target, dtype: torch.dtype, traits: Trait
         raise ValueError(f"fused_linear has no kernel {kernel}; there are {', '.join(reasons)}")
     if kernel and reasons[kernel] is not None:
         raise ValueError(f"fused_linear: kernel {kernel} {reasons[kernel]}")
-    ranked = sorted(CANDIDATES, key=lambda c: -c.priority)
-    return kernel or next(c.name for c in ranked if reasons[c.name] is None)
+    return kernel or best_of([c for c in CANDIDATES if reasons[c.name] is None], traits).name
 
 
 def fused_linear_cuda(
@@ -233,14 +246,12 @@ def fused_linear_cuda(
     Raises:
         ValueError: as `select_kernel`.
     """
-    traits = fused_linear_traits(x, weight, bias, norm_weight, residual)
+    traits = fused_linear_traits(x, weight, bias, norm_weight, residual, is_gated)
     kernel = select_kernel(impl, Target.of(x.device), x.dtype, traits)
     if kernel == "torch":
         return reference.fused_linear(x, weight, bias, norm_weight, eps, residual, is_gated)
-    from compiled_engine.custom_ops import gemm_skinny
-
     operands = gemm_skinny.Operands(x, weight, bias, norm_weight, eps, residual, is_gated)
-    return gemm_skinny.launch(kernel, operands, gemm_skinny.pick_config(kernel, operands))
+    return gemm_skinny.launch(kernel, operands, pick_config(kernel, traits))
 
 
 LIBRARY.impl("linear", linear_cpu, "CPU")

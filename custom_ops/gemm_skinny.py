@@ -1,9 +1,8 @@
-"""Launchers of the `fused_linear` kernels for few tokens, and the tile sizes they use.
+"""Launchers of the `fused_linear` kernels for few tokens, and the sizes they are made for.
 
-`launch` runs one kernel with one configuration; `pick_config` knows the configurations that were
-measured on an H200. What a kernel can take at all is decided in `gemm`, not here. The kernels need
-compute capability 8.0; from 9.0 on they overlap with the kernel before them (programmatic dependent
-launch).
+`launch` runs one kernel with one configuration; `gemm_choice` knows which is best. What a kernel can
+take at all is decided in `gemm`, not here. The kernels need compute capability 8.0; from 9.0 on they
+overlap with the kernel before them (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -100,72 +99,6 @@ Config = RowConfig | TileConfig | HopperConfig
 
 # Tiles of which one kernel may have a counter.
 MAX_SPLIT_TILES = 65536
-
-
-def pick_config(kernel: str, operands: Operands) -> Config:
-    """The measured configuration nearest to these sizes."""
-    num_rows, size = operands.weight.shape
-    if kernel == "row":
-        return _row_config(num_rows, size)
-    if kernel == "hopper":
-        return _hopper_config(operands.x.shape[0], num_rows, operands.is_gated)
-    return _tile_config(operands.x.shape[0], num_rows, size)
-
-
-def _row_config(num_rows: int, size: int) -> RowConfig:
-    if num_rows > 65536:
-        return RowConfig(rows=2, block=2048, ahead=2, num_warps=4)
-    if num_rows > 8192:
-        return RowConfig(rows=2, block=1024, ahead=4, num_warps=4)
-    if size > 8192:
-        return RowConfig(rows=2, block=4096, ahead=1, num_warps=8)
-    if num_rows > 4096:
-        return RowConfig(rows=4, block=4096, ahead=1, num_warps=8)
-    return RowConfig(rows=4, block=2048, ahead=1, num_warps=8)
-
-
-# By tokens, up to: weights of up to 4096 rows, of more; long rows; many rows; a vocabulary.
-_TILES = {
-    8: (
-        TileConfig(32, 512, 1, 4, 512, 2),
-        TileConfig(32, 256, 1, 4, 256, 2),
-        TileConfig(16, 256, 2, 5, 512, 1),
-        TileConfig(64, 256, 1, 3, 256, 4),
-        TileConfig(32, 256, 1, 4, 0, 2),
-    ),
-    16: (
-        TileConfig(32, 512, 1, 4, 512, 2),
-        TileConfig(16, 256, 1, 5, 512, 1),
-        TileConfig(16, 256, 1, 6, 512, 2),
-        TileConfig(32, 128, 1, 6, 256, 2),
-        TileConfig(32, 256, 1, 4, 0, 2),
-    ),
-    32: (
-        TileConfig(32, 512, 1, 4, 1024, 2),
-        TileConfig(64, 256, 2, 4, 256, 4),
-        TileConfig(32, 256, 1, 6, 1024, 2),
-        TileConfig(128, 64, 2, 3, 256, 8),
-        TileConfig(64, 64, 1, 8, 0, 4),
-    ),
-}
-
-
-def _tile_config(num_tokens: int, num_rows: int, size: int) -> TileConfig:
-    if num_rows > 65536:
-        kind = 4
-    elif num_rows > 8192:
-        kind = 3
-    elif size > 8192:
-        kind = 2
-    else:
-        kind = 1 if num_rows > 4096 else 0
-    return next(configs[kind] for limit, configs in _TILES.items() if num_tokens <= limit)
-
-
-def _hopper_config(num_tokens: int, num_rows: int, is_gated: bool) -> HopperConfig:
-    if is_gated or num_tokens > 16 or num_rows > 65536:
-        return HopperConfig(128, 64, 5 if num_tokens > 16 else 6, 4, 0, 0, 8)
-    return HopperConfig(64, 128, 6, 4, 0, 0, 4)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ while a step runs. `KernelRegistry` is cheap, holds its own cache and no other s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -56,6 +56,8 @@ class Candidate:
         min_arch: smallest compute capability.
         dtypes: of its main operand.
         rejects: shape traits to the reason it cannot serve them, None if it can.
+        slower: shape traits to the reason another is faster there, None if none is known; it still
+            serves where an option names it.
         tags: words for people, shown by `explain`.
     """
 
@@ -67,6 +69,7 @@ class Candidate:
     min_arch: int = 0
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     rejects: Callable[[Traits], str | None] = lambda _: None
+    slower: Callable[[Traits], str | None] = lambda _: None
     tags: tuple[str, ...] = ()
 
     def rejection(self, target: Target, dtype: torch.dtype, traits: Traits) -> str | None:
@@ -78,6 +81,11 @@ class Candidate:
         if dtype not in self.dtypes:
             return f"has no version for {dtype}"
         return self.rejects(traits)
+
+
+def best_of(fitting: Sequence[Candidate], traits: Traits) -> Candidate:
+    """The highest in rank; one that is known to be slower only if there is no other."""
+    return max(fitting, key=lambda c: (c.slower(traits) is None, c.priority))
 
 
 @dataclass(frozen=True)
@@ -155,14 +163,14 @@ class KernelRegistry:
                     f"--kernel {family}.{mode}={wanted}: it {rejected[wanted]}", param="kernels"
                 )
             best = next(c for c in fitting if c.name == wanted)
-            reason = "an option asks for another"
+            rejected |= {c.name: "an option asks for another" for c in fitting if c is not best}
         else:
             if not fitting:
                 reasons = "; ".join(f"{name} {why}" for name, why in rejected.items())
                 raise ConfigError(f"no kernel can serve {family}.{mode}: {reasons}")
-            best = max(fitting, key=lambda c: c.priority)
-            reason = f"ranks below {best.name}"
-        rejected |= {c.name: reason for c in fitting if c is not best}
+            best = best_of(fitting, traits)
+            lower = f"ranks below {best.name}"
+            rejected |= {c.name: c.slower(traits) or lower for c in fitting if c is not best}
         return Choice(best, tuple(rejected.items()))
 
     def _check_override(self, place: str, name: str) -> None:

@@ -43,13 +43,14 @@ def apply(graph: Graph, registry: KernelRegistry) -> int:
 
 def _choose_linear(node: Node, registry: KernelRegistry) -> bool:
     x, weight, bias, norm_weight, _, residual = (_value(arg) for arg in node.args[:6])
+    is_gated = bool(node.args[6])
     if not isinstance(x.shape[0], int):
         wanted = registry.override("fused_linear", "few")
         if wanted is None:
             return False
         node.update_kwarg("impl", wanted)
         return True
-    traits = fused_linear_traits(x, weight, bias, norm_weight, residual)
+    traits = fused_linear_traits(x, weight, bias, norm_weight, residual, is_gated)
     choice = registry.choose("fused_linear", "few", Target.of(x.device), x.dtype, traits)
     node.update_kwarg("impl", choice.candidate.name)
     return True

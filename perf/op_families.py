@@ -240,7 +240,7 @@ def _linear_case(
         for _ in range(num_copies(num_bytes))
     ]
     x, weight, bias, norm, _, residual, _ = arguments[0]
-    traits = fused_linear_traits(x, weight, bias, norm, residual)
+    traits = fused_linear_traits(x, weight, bias, norm, residual, is_gated)
     op, target = torch.ops.ce.fused_linear.default, Target.of(x.device)
     candidates = {
         candidate.name: [partial(op, *given, candidate.name) for given in arguments]

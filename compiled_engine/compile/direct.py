@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from compiled_engine.compile.torch_compat import inductor_backend, input_sources, with_own_code
-from compiled_engine.passes import PassPipeline
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class DirectPiece:
         name: shown in logs.
         num_static: leading arguments that belong to a key.
         num_shared: arguments after them that belong to a step.
-        passes: run on the graph.
+        options: Inductor's, the passes among them.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class DirectPiece:
         *,
         num_static: int,
         num_shared: int,
-        passes: PassPipeline,
+        options: dict[str, Any],
     ) -> None:
         names = list(inspect.signature(function).parameters)
         self._static_names = names[:num_static]
@@ -74,7 +73,7 @@ class DirectPiece:
             with_own_code(function, name),
             fullgraph=True,
             dynamic=False,
-            backend=inductor_backend(passes, self._keep),
+            backend=inductor_backend(options, self._keep),
         )
 
     def __call__(

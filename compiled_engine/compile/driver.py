@@ -39,6 +39,7 @@ class CompileDriver:
         self.kept_ops = kept_ops
         self.disabled_passes = config.disable_passes
         self.registry = make_registry(config.kernels)
+        self.options = {"triton.enable_pdl": True} if config.inductor_pdl else {}
         set_cache_dir(os.path.join(config.cache_dir, "inductor"))
         self._passes: dict[PieceTraits, PassPipeline] = {}
         self.passes(PieceTraits())  # names an unknown pass before anything else is done
@@ -81,7 +82,7 @@ class CompileDriver:
             with_own_code(function, name),
             fullgraph=True,
             dynamic=False,
-            options={"post_grad_custom_pre_pass": self.passes(traits)},
+            options={"post_grad_custom_pre_pass": self.passes(traits), **self.options},
         )
 
     def compile_direct(
@@ -101,7 +102,7 @@ class CompileDriver:
             name,
             num_static=num_static,
             num_shared=num_shared,
-            passes=self.passes(traits),
+            options={"post_grad_custom_pre_pass": self.passes(traits), **self.options},
         )
 
     def finish_warm_up(self) -> None:

@@ -56,16 +56,15 @@ def input_sources(graph: torch.fx.GraphModule) -> list[str]:
 
 
 def inductor_backend(
-    passes: Any,
+    options: dict[str, Any],
     keep: Callable[[torch.fx.GraphModule, Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
-    """Inductor with `passes`, as a `torch.compile` backend that shows `keep` what it made."""
+    """Inductor with `options`, as a `torch.compile` backend that shows `keep` what it made."""
 
     def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        patches = {"post_grad_custom_pre_pass": passes}
-        compiled: Any = compile_fx(graph, examples, config_patches=patches)
+        compiled: Any = compile_fx(graph, examples, config_patches=options)
         return keep(graph, compiled)
 
     return backend

@@ -78,6 +78,7 @@ def agents(seed: int) -> list[list[int]]:
         {"scheduler": "torch"},
         {"check_graphs": True},
         {"device_loop": True},
+        {"inductor_pdl": True},
     ],
     ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),
 )

@@ -8,6 +8,7 @@ struct Segment {
     i32 first_chunk, end_chunk;
     i32 next_tile;  // in the line of tiles
     i32 row, token, num_members, partial, candidate;
+    i32 old_end;  // positions before this one were surely written by an earlier step
 
     // Steps that a warp takes: in a shared prefix all warps take the same number of steps.
     METHOD i32 steps(i32 warp) const {
@@ -33,6 +34,8 @@ DEVICE Segment segment_of(const DecodeArgs& args, i32 record, i32 tile, i32 stop
     s.num_members = __shfl_sync(FULL, record, NUM_MEMBERS);
     s.partial = __shfl_sync(FULL, record, PARTIAL);
     s.candidate = __shfl_sync(FULL, record, CANDIDATE);
+    // of a token's row, at most all tokens before it are new too
+    s.old_end = s.num_members > 0 ? 0 : kv_end - 1 - s.token;
     s.begin = kv_start + (tile - start) * args.kv_tile;
     s.end = min(kv_end, kv_start + (stop - start) * args.kv_tile);
     if (args.window > 0 && s.num_members == 0) s.begin = max(s.begin, kv_end - args.window);
@@ -62,6 +65,12 @@ struct Loader {
         step = 0;
         num_steps = segment.steps(warp_id());
         load_pages(args);
+    }
+
+    // Whether what the next call of `issue` copies was written by an earlier step.
+    METHOD bool is_old() const {
+        i32 chunk = segment.first_chunk + warp_id() + step * WARPS;
+        return step < num_steps && (chunk + 1) * CHUNK <= segment.old_end;
     }
 
     METHOD i64 first_row(const DecodeArgs& args, i32 page, i32 chunk) const {
@@ -104,7 +113,7 @@ struct Loader {
             if (step > 0 && step % 32 == 0) load_pages(args);
             i32 chunk = segment.first_chunk + warp_id() + step * WARPS;
             i32 page = __shfl_sync(FULL, pages, step % 32);
-            if (chunk < segment.end_chunk) copy_chunk(args, target, chunk, page, kv_head);
+            copy_chunk(args, target, chunk, page, kv_head);  // zeros, if it lies past the end
             step++;
         }
         commit_copies();
