@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_engine.custom_ops.toolchain import gluon_reason
+
 # rows of a tile's matrix: query tokens times the query heads folded into it
 TILE_ROWS = 128
 MAX_FOLDED_HEADS = 64
@@ -87,6 +89,8 @@ def hopper_rejects(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
     """Why the Hopper kernel cannot serve these tensors; None if it can."""
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != HOPPER:
         return "needs compute capability 9.0"
+    if (reason := gluon_reason()) is not None:
+        return reason
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"queries are {q.dtype}, not bfloat16 or float16"
     if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:

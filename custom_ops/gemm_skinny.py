@@ -1,8 +1,8 @@
 """Launchers of the `fused_linear` kernels for few tokens, and the sizes they are made for.
 
-`launch` runs one kernel with one configuration; `gemm_choice` knows which is best. What a kernel can
-take at all is decided in `gemm`, not here. The kernels need compute capability 8.0; from 9.0 on they
-overlap with the kernel before them (programmatic dependent launch).
+`launch` runs one kernel with one configuration; `gemm_choice` knows which is best. What a kernel
+can take at all is decided in `gemm`, not here. The kernels need compute capability 8.0; from 9.0 on
+they overlap with the kernel before them (programmatic dependent launch).
 """
 
 from __future__ import annotations

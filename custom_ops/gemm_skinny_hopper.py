@@ -395,6 +395,11 @@ def constants_of(operands: Operands, config: HopperConfig) -> Constants:
     )
 
 
+def max_registers(constants: Constants) -> int:
+    """Of a thread: as many as leave room for three programs, or two, on a multiprocessor."""
+    return 128 if constants.tokens * constants.panels >= 64 else 80
+
+
 def launch_hopper(operands: Operands, out: Tensor, config: HopperConfig, counters: Tensor) -> None:
     """Launches the kernel on the current stream; `counters` has a zero for every tile."""
     x, weight, bias, norm_weight, eps, residual, is_gated = operands
@@ -431,6 +436,6 @@ def launch_hopper(operands: Operands, out: Tensor, config: HopperConfig, counter
         config.l2_blocks,
         constants,
         num_warps=4,
-        maxnreg=128 if constants.tokens * constants.panels >= 64 else 80,
+        maxnreg=max_registers(constants),
         launch_pdl=True,
     )

@@ -102,6 +102,11 @@ def test_install_with_gpu_takes_a_cuda_torch(venv: FakeVenv) -> None:
     assert venv.run("serve")[2] == ["torch>=2.11,<2.15", *REST]
 
 
+def test_install_with_gpu_tests_with_the_tools_of_its_torch(venv: FakeVenv) -> None:
+    venv.add_gpu()
+    assert venv.run("test")[2][1] == "-e .[test]"
+
+
 def test_install_settings_of_the_user_win(venv: FakeVenv) -> None:
     venv.add_gpu()
     calls = venv.run("serve", TORCH_SPEC="torch==2.14.0", TORCH_INDEX="https://x/y")[2]
@@ -111,7 +116,7 @@ def test_install_settings_of_the_user_win(venv: FakeVenv) -> None:
 def test_install_second_run_does_nothing(venv: FakeVenv) -> None:
     venv.run("serve")
     assert venv.run("serve") == (0, "", [])
-    assert venv.run("test")[2] == ["-e .[test]"]
+    assert venv.run("test")[2] == ["-e .[test,kernel-checks]"]
     assert venv.run("lint")[2] == ["-e .[dev]"]
     assert venv.run("test") == (0, "", [])
 

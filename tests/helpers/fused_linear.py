@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops import gemm_skinny
+from compiled_engine.custom_ops.gemm_choice import pick_config
 from compiled_engine.custom_ops.gemm_skinny import (
     Config,
     HopperConfig,
@@ -49,6 +50,56 @@ def kernel_of(config: Config) -> str:
     return {RowConfig: "row", TileConfig: "tile", HopperConfig: "hopper"}[type(config)]
 
 
+@dataclass(frozen=True)
+class Product:
+    """A weight [rows, size] and what stands before and after the product (b, n, r, g)."""
+
+    rows: int
+    size: int
+    parts: str
+
+    def traits(self, num_tokens: int) -> dict[str, int]:
+        """Of a call that no kernel but that for Hopper has anything against."""
+        return {
+            "num_tokens": num_tokens,
+            "rows": self.rows,
+            "size": self.size,
+            "is_gated": "g" in self.parts,
+            "has_one_dtype": 1,
+            "is_weight_contiguous": 1,
+            "is_last_dim_contiguous": 1,
+            "is_aligned": 1,
+            "is_hopper": 0,
+        }
+
+    def case(self, num_tokens: int, kernel: str) -> Case:
+        """A call with the sizes that are chosen for the kernel."""
+        outputs = self.rows // (2 if "g" in self.parts else 1)
+        config = pick_config(kernel, self.traits(num_tokens))
+        return Case(num_tokens, outputs, self.size, self.parts, config)
+
+
+def products_of(
+    hidden: int, intermediate: int, query_size: int, kv_size: int, vocab: int
+) -> tuple[Product, ...]:
+    """The products of a decode step: qkv, o, gate and up, down, head."""
+    return (
+        Product(query_size + 2 * kv_size, hidden, "n"),
+        Product(hidden, query_size, "r"),
+        Product(2 * intermediate, hidden, "ng"),
+        Product(hidden, intermediate, "r"),
+        Product(vocab, hidden, "n"),
+    )
+
+
+MODELS = {
+    "Qwen3-8B": products_of(4096, 12288, 4096, 1024, 151936),
+    "Llama-3.2-1B": products_of(2048, 8192, 2048, 512, 128256),
+    "SmolLM2-135M": products_of(576, 1536, 576, 192, 49152),
+    "tiny": products_of(256, 512, 256, 128, 1000),
+}
+ODD_TOKENS = (3, 5, 7, 13, 27)
+
 FP16 = torch.float16
 CASES = (
     Case(1, 9, 96, "", RowConfig(2, 64, 1, 4)),
@@ -61,6 +112,8 @@ CASES = (
     Case(7, 24, 144, "nr", TileConfig(16, 32, 2, 3, 32, 2)),
     Case(17, 9, 160, "bnrg", TileConfig(32, 32, 3, 3, 0, 4)),
     Case(5, 16, 64, "nr", TileConfig(16, 64, 1, 2, 0, 2), FP16),
+    Case(13, 20, 80, "ng", TileConfig(16, 32, 1, 3, 32, 1)),
+    Case(27, 12, 96, "nr", TileConfig(32, 64, 2, 3, 32, 2)),
 )
 # Of a kernel that no interpreter runs.
 HOPPER_CASES = (

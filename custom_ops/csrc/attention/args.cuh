@@ -31,7 +31,7 @@ constexpr i32 DIM_TILES = HEAD_DIM / 16;
 constexpr i32 SHARED_TILES = 2;                   // tiles of 8 query rows a warp, of a shared prefix
 constexpr i32 MAX_MEMBERS = 8 * SHARED_TILES * WARPS;
 constexpr i32 ACC_STRIDE = HEAD_DIM + 4;
-constexpr i32 MAX_PENDING = THREADS;
+constexpr i32 MAX_PENDING = MAX_MEMBERS;
 
 struct DecodeArgs {
     const char* q;        // [T, H, D] of 16-bit floats
@@ -64,7 +64,7 @@ struct DecodeArgs {
     i32 prefetch;  // chunks a warp asks for before it waits
     i32 is_early;
     i32 is_eager;  // whether what earlier steps wrote is copied before the wait
-    i32 patience;  // partial results of a lane after which it looks who else has arrived
+    i32 patience;  // partial results at most that a block leaves before it looks who else has arrived
     float scale;  // of products to log2 scores, without a cap
     float cap_in;  // with a soft cap: into the tanh, and the cap itself
     float cap_out;

@@ -7,6 +7,7 @@
 // wait for each other and the next units' chunks are on their way long before. Products are turned
 // around, keys times queries: the query heads are the 8 columns of a product, and few of them are
 // padding. In a prefix that several tokens share, all warps read all chunks, each for 16 query rows.
+// What a lane leaves unfinished is merged at its end, by whoever finishes last.
 #include "args.cuh"
 #include "load.cuh"
 #include "merge.cuh"
@@ -287,13 +288,17 @@ DEVICE Place place_of(const DecodeArgs& args, i32 row) {
 DEVICE void load_members(
     const DecodeArgs& args, Rows<SHARED_TILES>& rows, const Segment& segment, i32 kv_head) {
     const i32* tokens = args.work + args.members + segment.token;
+    i32 mine[SHARED_TILES];  // -1: padding
+#pragma unroll
+    for (i32 n = 0; n < SHARED_TILES; n++) {
+        i32 member = place_of(args, (warp_id() * SHARED_TILES + n) * 8 + lane_id() / 4).member;
+        mine[n] = member < segment.num_members ? load_fresh(tokens + member) : -1;
+    }
 #pragma unroll
     for (i32 n = 0; n < SHARED_TILES; n++) {
         Place at = place_of(args, (warp_id() * SHARED_TILES + n) * 8 + lane_id() / 4);
-        bool is_there = at.member < segment.num_members;
-        i64 token = is_there ? load_fresh(tokens + at.member) : 0;
-        i64 place = token * args.q_token + (kv_head * args.group + at.part) * args.q_head;
-        rows.load_queries(n, is_there ? args.q + place * 2 : nullptr);
+        i64 place = mine[n] * args.q_token + (kv_head * args.group + at.part) * args.q_head;
+        rows.load_queries(n, mine[n] >= 0 ? args.q + place * 2 : nullptr);
         for (i32 i = 0; i < 2 && args.window > 0; i++) {
             at = place_of(args, (warp_id() * SHARED_TILES + n) * 8 + (lane_id() & 3) * 2 + i);
             if (at.member < segment.num_members)
@@ -324,12 +329,10 @@ DEVICE void store_members(
         }
 }
 
-// Lists the members' merges as pending.
-DEVICE void list_members(const Block& block, const Segment& segment, i32 num_pending) {
+// Lists the members' merges as pending; a thread has the candidate of a member.
+DEVICE void list_members(const Block& block, const Segment& segment, i32 candidate, i32 num_pending) {
     if (threadIdx.x >= segment.num_members) return;
-    const i32* work = block.args.work;
-    i32 candidate = load_fresh(work + block.args.member_candidates + segment.token + threadIdx.x);
-    const i32* record = work + block.args.merges + candidate * MERGE_FIELDS;
+    const i32* record = block.args.work + block.args.merges + candidate * MERGE_FIELDS;
     i32* entry = block.shared.pending + (num_pending + threadIdx.x) * MERGE_FIELDS;
     for (i32 i = 0; i < MERGE_CANDIDATE; i++) entry[i] = load_fresh(record + i);
     entry[MERGE_CANDIDATE] = candidate;
@@ -341,8 +344,10 @@ DEVICE i32 attend_members(const Block& block, Stream& stream, const Segment& seg
     const Shared& shared = block.shared;
     Rows<SHARED_TILES> rows;
     rows.clear();
+    const i32* candidates = args.work + args.member_candidates + segment.token;
+    i32 candidate = threadIdx.x < segment.num_members ? load_fresh(candidates + threadIdx.x) : 0;
     load_members(args, rows, segment, block.kv_head);
-    list_members(block, segment, num_pending);
+    list_members(block, segment, candidate, num_pending);
     i32 num_steps = segment.steps(0);
     bool has_rows = warp_id() * 8 * SHARED_TILES < segment.num_members * args.group;
     for (i32 step = 0; step < num_steps; step++) {
@@ -382,9 +387,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
     if (tile < stop) {
         stream.loader.begin(args, place, tile, stop);
         segment = stream.loader.segment;
-        if (args.prefetch > 0) stream.loader.prefetch_chunks(args, kv_head);
         for (; args.is_eager && num_issued < STAGES && stream.loader.is_old(); num_issued++)
             stream.refill(args, shared, kv_head);
+        stream.loader.prefetch_chunks(args, kv_head);
     }
     wait_for_earlier_kernels();
     if (!args.is_early) let_next_start();
@@ -400,14 +405,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
         else
             num_pending += attend_token(block, stream, segment, num_pending);
         bool is_end = segment.next_tile >= stop;
-        if (is_end || num_pending >= args.patience) {
+        place++;
+        if (!is_end) segment = segment_of(args, record, segment.next_tile, stop);
+        if (num_pending > 0 && (is_end || num_pending + max(1, segment.num_members) > args.patience)) {
             settle(args, shared, num_pending, kv_head);
             num_pending = 0;
         }
         if (is_end) break;
-        __syncthreads();  // what this unit left in shared memory has been read
-        place++;
-        segment = segment_of(args, record, segment.next_tile, stop);
+        __syncthreads();  // what lies in shared memory has been read
     }
     wait_copies<0>();
 }

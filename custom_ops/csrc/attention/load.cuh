@@ -78,11 +78,11 @@ struct Loader {
         return ((i64)page << args.page_shift) + inside;
     }
 
-    // Asks the second-level cache for the first chunks of the first unit.
+    // Asks the second-level cache for the next chunks of the first unit.
     METHOD void prefetch_chunks(const DecodeArgs& args, i32 kv_head) const {
         constexpr i32 sectors = HEAD_DIM / 16;  // of 32 bytes, in a row
         i32 row_bytes = args.num_kv_heads * HEAD_DIM * 2;
-        for (i32 i = 0; i < min(min(args.prefetch, num_steps), 32); i++) {
+        for (i32 i = step; i < min(min(step + args.prefetch, num_steps), 32); i++) {
             i32 page = __shfl_sync(FULL, pages, i), chunk = segment.first_chunk + warp_id() + i * WARPS;
             i64 start = first_row(args, page, chunk) * row_bytes + kv_head * (HEAD_DIM * 2);
             for (i32 sector = lane_id(); sector < CHUNK * sectors; sector += 32) {
