@@ -8,6 +8,7 @@ part that fails is named at the end; the rows of the others are kept.
 from __future__ import annotations
 
 import statistics
+import signal
 import tempfile
 import time
 import traceback
@@ -108,6 +109,14 @@ class Bench:
         )
         self._note(f"{label} built in {time.perf_counter() - start:.1f} s")
         return llm
+
+
+class _Stopped(Exception):
+    """The run was asked to end."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped
 
 
 class _Throttled:
@@ -215,6 +224,7 @@ def run(options: Options, note: Note) -> Outcome:
     for entry in measured:
         note(_described(entry))
     failures = []
+    signal.signal(signal.SIGTERM, _stop)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(folder, ceilings, options.num_repeats, stack, note)
@@ -224,6 +234,9 @@ def run(options: Options, note: Note) -> Outcome:
                 for entry in PARTS[name](bench):
                     measured.append(entry)
                     note(_described(entry))
+            except _Stopped:  # what was measured so far is kept
+                failures.append(f"{name}: stopped by a signal, and what comes after it left out")
+                break
             except Exception as error:  # one part must not cost the rows of the others
                 traceback.print_exc()
                 failures.append(f"{name}: {type(error).__name__}: {error}")
