@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_engine.custom_ops import reference
 from compiled_engine.custom_ops.attention_choice import select_attention
-from compiled_engine.custom_ops.attention_work import Heads, device_work_shape
+from compiled_engine.custom_ops.attention_work import Heads, num_lanes, work_shape
 from compiled_engine.custom_ops.attention_work_spec import reference_work
 from compiled_engine.custom_ops.library import CPU_DTYPES, LIBRARY, define_op
 
@@ -108,8 +108,8 @@ def _work_fake(
     del positions, seq_lens, query_start_loc, page_size
     if block_table.device.type != "cuda":
         return block_table.new_empty(0)
-    shape = device_work_shape(
-        block_table.device,
+    shape = work_shape(
+        num_lanes(block_table.device, num_kv_heads),
         Heads(num_heads, num_kv_heads),
         token_rows.shape[0],
         seq_rows.shape[0],

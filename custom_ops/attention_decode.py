@@ -24,7 +24,8 @@ from compiled_engine.custom_ops.attention_decode_kernels import (
 from compiled_engine.custom_ops.attention_work import (
     Heads,
     WorkShape,
-    device_work_shape,
+    num_lanes,
+    work_shape,
 )
 from compiled_engine.custom_ops.triton_common import has_pdl
 
@@ -237,8 +238,8 @@ def paged_attention_cuda(
     for cache in (k_cache, v_cache):
         assert cache.is_contiguous(), "the KV cache must be contiguous"
     heads = Heads(q.shape[1], k_cache.shape[2])
-    counts = (q.shape[0], seq_rows.shape[0])
-    shape = device_work_shape(q.device, heads, *counts, is_decode=is_decode)
+    lanes, counts = num_lanes(q.device, heads.num_kv_heads), (q.shape[0], seq_rows.shape[0])
+    shape = work_shape(lanes, heads, *counts, is_decode=is_decode)
     regions = shape.split(work)  # also: the work list is of this step's sizes
     options = Options(scale, window, soft_cap, sinks)
     decode = CudaDecode if name == "cuda" else DecodeCall

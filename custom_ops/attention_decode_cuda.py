@@ -15,13 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.attention_work import (
-    KV_TILE,
-    MAX_CANDIDATES,
-    MERGE_FIELDS,
-    UNIT_FIELDS,
-    WorkShape,
-)
+from compiled_engine.custom_ops.attention_work import KV_TILE, MERGE_FIELDS, UNIT_FIELDS, WorkShape
 from compiled_engine.custom_ops.cuda_build import (
     Kernel,
     arch_of,
@@ -34,9 +28,9 @@ KERNEL = "decode_attention"
 _LOG2E = 1.4426950408889634
 _WARPS = 4
 _CHUNK = 16
-_MAX_PENDING = 64
-# (candidates at most, stages): more brings nothing, and takes the room of the kernels around it
-_STAGES = ((1, 2), (32, 2), (MAX_CANDIDATES, 2))
+_MAX_MEMBERS = 64
+# with fewer, a lane has few chunks, and shared memory is left for the next kernel
+_FEW_CANDIDATES = 4
 
 assert (UNIT_FIELDS, MERGE_FIELDS) == (12, 8), "the kernel mirrors these records"
 
@@ -52,7 +46,7 @@ class DecodeArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("page_shift", "num_lanes", "width", "kv_tile")),
         *((name, ctypes.c_int32) for name in ("lanes", "units", "members", "member_candidates")),
         *((name, ctypes.c_int32) for name in ("merges", "counters", "window", "prefetch")),
-        *((name, ctypes.c_int32) for name in ("is_early", "is_eager", "patience")),
+        ("is_early", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("scale", "cap_in", "cap_out")),
     ]
 
@@ -66,19 +60,12 @@ class CudaTuning:
         resident: blocks a multiprocessor, for which registers are left.
         prefetch: chunks a warp asks for in L2 before it waits for the kernel before.
         is_early: whether the next kernel may be placed before this one has waited.
-        is_eager: whether KV of earlier steps is copied before the wait.
-        patience: partial results that a block leaves, 64 at most, before it merges what it can.
     """
 
     stages: int | None = None
     resident: int = 2
-    prefetch: int = 2
+    prefetch: int = 4
     is_early: bool = True
-    is_eager: bool = True
-    patience: int = _MAX_PENDING
-
-    def __post_init__(self) -> None:
-        assert 1 <= self.patience <= _MAX_PENDING, f"patience is {self.patience}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +117,7 @@ def _shared_bytes(head_dim: int, group: int, stages: int) -> int:
     """As `shared_places` in `csrc/attention/args.cuh` divides them."""
     ring = _WARPS * stages * 2 * _CHUNK * (2 * head_dim + 16)
     sums = _WARPS * (group * (head_dim + 4) + 2 * 8 * _head_tiles(group)) * 4
-    return ring + sums + _MAX_PENDING * (MERGE_FIELDS + 1) * 4 + 4
+    return ring + sums + _MAX_MEMBERS * 4
 
 
 @functools.cache
@@ -142,8 +129,8 @@ def _shared_limits(device: torch.device) -> tuple[int, int]:
 
 
 def _stages(head_dim: int, group: int, num_candidates: int, limits: tuple[int, int]) -> int:
-    """The stages wanted, or as many as let two blocks share a multiprocessor; at least 1."""
-    wanted = next(stages for most, stages in _STAGES if num_candidates <= most)
+    """Most stages, up to 3, with which two blocks share a multiprocessor; at least 1."""
+    wanted = 2 if num_candidates < _FEW_CANDIDATES else 3
     block, whole = limits
     for stages in range(wanted, 1, -1):
         size = _shared_bytes(head_dim, group, stages)
@@ -257,8 +244,6 @@ class CudaDecode:
             window=options.window,
             prefetch=self.tuning.prefetch,
             is_early=self.tuning.is_early,
-            is_eager=self.tuning.is_eager,
-            patience=self.tuning.patience,
             scale=options.scale * _LOG2E,
             cap_in=options.scale / cap * 2 * _LOG2E if cap else 0.0,
             cap_out=cap * _LOG2E,

@@ -23,19 +23,15 @@ from torch import Tensor
 
 from compiled_engine.custom_ops.attention_tiles import tile_tokens
 
-# KV positions a lane takes at least; a multiple of 16
-KV_TILE = 32
+# KV positions a lane takes at least; page sizes divide it
+KV_TILE = 64
 # query rows of a tile of a shared prefix
 GROUP_ROWS = 64
 # rows with the same first page that make a group
 MIN_MEMBERS = 4
-# A common prefix that is shorter, or saves fewer reads of positions in all, makes no group: all its
-# rows would have to be merged, which costs about as much time.
+# a shorter common prefix costs more in merging than it saves in reading
 MIN_SHARED_POSITIONS = 128
-MIN_SAVED_POSITIONS = 2048
-# persistent programs of the decode kernel a multiprocessor, with one candidate and with more: one
-# alone leaves few partial results to merge, and room for the next kernel beside it
-PROGRAMS_ALONE = 1
+# persistent programs of the decode kernel a multiprocessor
 PROGRAMS_PER_SM = 2
 MAX_CANDIDATES = 1024
 
@@ -184,10 +180,9 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def num_lanes(device: torch.device, num_kv_heads: int, num_candidates: int) -> int:
+def num_lanes(device: torch.device, num_kv_heads: int) -> int:
     """Lanes of the decode kernel: a lane has one program for each KV head."""
-    programs = PROGRAMS_ALONE if num_candidates <= 1 else PROGRAMS_PER_SM
-    return max(1, _num_sms(device) * programs // num_kv_heads)
+    return max(1, _num_sms(device) * PROGRAMS_PER_SM // num_kv_heads)
 
 
 def work_shape(
@@ -203,14 +198,6 @@ def work_shape(
         max_query_tiles=0 if is_decode else num_tokens // query_tile + num_seqs,
         query_tile_tokens=query_tile,
     )
-
-
-def device_work_shape(
-    device: torch.device, heads: Heads, num_tokens: int, num_seqs: int, *, is_decode: bool
-) -> WorkShape:
-    """`work_shape` with the lanes that a device has."""
-    lanes = num_lanes(device, heads.num_kv_heads, num_tokens if is_decode else num_seqs)
-    return work_shape(lanes, heads, num_tokens, num_seqs, is_decode=is_decode)
 
 
 class StepIndices(NamedTuple):

@@ -11,7 +11,6 @@ from compiled_engine.custom_ops.attention_work import (
     KV_TILE,
     MERGE_FIELDS,
     MIN_MEMBERS,
-    MIN_SAVED_POSITIONS,
     MIN_SHARED_POSITIONS,
     UNIT_FIELDS,
     Header,
@@ -20,7 +19,8 @@ from compiled_engine.custom_ops.attention_work import (
     StepIndices,
     Unit,
     WorkShape,
-    device_work_shape,
+    num_lanes,
+    work_shape,
 )
 
 
@@ -53,8 +53,9 @@ def reference_work(
     if block_table.device.type != "cuda":
         return block_table.new_empty(0)
     heads = Heads(num_heads, num_kv_heads)
+    lanes = num_lanes(block_table.device, num_kv_heads)
     counts = (token_rows.shape[0], seq_rows.shape[0])
-    shape = device_work_shape(block_table.device, heads, *counts, is_decode=is_decode)
+    shape = work_shape(lanes, heads, *counts, is_decode=is_decode)
     step = StepIndices(block_table, token_rows, positions, seq_rows, seq_lens, query_start_loc)
     return work_list_spec(shape, step, page_size, is_decode=is_decode)
 
@@ -269,19 +270,15 @@ def work_list_spec(
 
 
 def _groups(leaders: list[int], shared_pages: list[int], page_size: int) -> dict[int, list[int]]:
-    """Members of every group by their leader: those who share enough with it, if there are 4 and
-    they save enough together."""
+    """Members of every group by their leader: those who share enough with it, if there are 4."""
     least = _ceil_div(MIN_SHARED_POSITIONS, page_size)
     found: dict[int, list[int]] = {}
     for i, (leader, pages) in enumerate(zip(leaders, shared_pages, strict=True)):
         if pages >= least:
             found.setdefault(leader, []).append(i)
-    made = {}
-    for leader, members in sorted(found.items()):
-        saved = (len(members) - 1) * min(shared_pages[i] for i in members) * page_size
-        if len(members) >= MIN_MEMBERS and saved >= MIN_SAVED_POSITIONS:
-            made[leader] = members
-    return made
+    return {
+        leader: members for leader, members in sorted(found.items()) if len(members) >= MIN_MEMBERS
+    }
 
 
 def _query_tiles(shape: WorkShape, starts: list[int]) -> tuple[list[int], list[int]]:

@@ -23,7 +23,6 @@ from compiled_engine.custom_ops.attention_work import (
     MAX_CANDIDATES,
     MERGE_FIELDS,
     MIN_MEMBERS,
-    MIN_SAVED_POSITIONS,
     MIN_SHARED_POSITIONS,
     UNIT_FIELDS,
     Header,
@@ -31,7 +30,8 @@ from compiled_engine.custom_ops.attention_work import (
     Merge,
     StepIndices,
     WorkShape,
-    device_work_shape,
+    num_lanes,
+    work_shape,
 )
 from compiled_engine.custom_ops.triton_common import has_pdl, wait_for_previous
 
@@ -64,7 +64,6 @@ class WorkConfig:
         num_lanes: of the decode kernel.
         width: members that share a tile of a group.
         min_pages: a shorter common prefix makes no group.
-        min_saved: nor does one that saves fewer reads of positions.
         lanes, units: where these regions begin.
     """
 
@@ -75,7 +74,6 @@ class WorkConfig:
     query_tile_tokens: int
     page_size: int
     min_pages: int
-    min_saved: int
     lanes: int
     units: int
     is_decode: bool
@@ -245,8 +243,7 @@ def _find_groups(places: tl.tensor, work: tl.tensor, at: tl.tuple, C: tl.constex
             before = same & (other[None, :] < places[:, None])
             rank += tl.sum(before.to(tl.int32), 1)
             shared = tl.minimum(shared, tl.min(tl.where(same, theirs[None, :], _MANY), 1))
-    saved = (members - 1) * tl.where(members > 0, shared, 0) * C.page_size
-    grouped = eligible & (members >= C.min_members) & (saved >= C.min_saved)
+    grouped = eligible & (members >= C.min_members)
     members = tl.where(grouped, members, 0)
     rank = tl.where(grouped, rank, 0)
     return leader, members, rank, tl.where(grouped, shared, 0) * C.page_size
@@ -446,7 +443,6 @@ def launch_work(
         query_tile_tokens=shape.query_tile_tokens,
         page_size=page_size,
         min_pages=-(-MIN_SHARED_POSITIONS // page_size),
-        min_saved=MIN_SAVED_POSITIONS,
         lanes=starts["lanes"],
         units=starts["units"],
         is_decode=is_decode,
@@ -482,8 +478,8 @@ def attention_work_cuda(
         ValueError: more candidates than one program handles.
     """
     step = StepIndices(block_table, token_rows, positions, seq_rows, seq_lens, query_start_loc)
-    shape = device_work_shape(
-        block_table.device,
+    shape = work_shape(
+        num_lanes(block_table.device, num_kv_heads),
         Heads(num_heads, num_kv_heads),
         token_rows.shape[0],
         seq_rows.shape[0],

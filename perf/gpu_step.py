@@ -7,8 +7,8 @@ part that fails is named at the end; the rows of the others are kept.
 
 from __future__ import annotations
 
-import statistics
 import signal
+import statistics
 import tempfile
 import time
 import traceback

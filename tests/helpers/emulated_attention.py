@@ -25,18 +25,13 @@ extern "C" int emulate(
 ) {{
     if (size != sizeof(DecodeArgs))
         return emulator::wrong_size("DecodeArgs", sizeof(DecodeArgs), size);
-    emulator::num_early = 0;
     return emulator::run(call, args, grid, block, order);
-}}
-extern "C" int early_copies(const char*** sources) {{
-    *sources = emulator::early;
-    return emulator::num_early;
 }}
 """
 
 
-def run_emulated(call: CudaDecode, out: Tensor, order: int = cuda_emulator.ASCENDING) -> list[int]:
-    """Runs the call's kernel to its end; returns the addresses it copied from before its wait.
+def run_emulated(call: CudaDecode, out: Tensor, order: int = cuda_emulator.ASCENDING) -> None:
+    """Runs the call's kernel to its end.
 
     Raises:
         EmulatorError: threads wait for ever or at different barriers.
@@ -45,8 +40,6 @@ def run_emulated(call: CudaDecode, out: Tensor, order: int = cuda_emulator.ASCEN
     args = call.arguments(out)
     if library.emulate(ctypes.byref(args), ctypes.sizeof(DecodeArgs), call.grid, 128, order):
         raise cuda_emulator.EmulatorError(library.emulator_message().decode())
-    sources = ctypes.POINTER(ctypes.c_uint64)()
-    return sources[: library.early_copies(ctypes.byref(sources))]
 
 
 @functools.cache

@@ -118,7 +118,6 @@ def fewer_shared_positions() -> Iterator[None]:
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch.object(module, "MIN_SHARED_POSITIONS", 32))
-            stack.enter_context(mock.patch.object(module, "MIN_SAVED_POSITIONS", 100))
         yield
 
 

@@ -31,7 +31,6 @@ constexpr i32 DIM_TILES = HEAD_DIM / 16;
 constexpr i32 SHARED_TILES = 2;                   // tiles of 8 query rows a warp, of a shared prefix
 constexpr i32 MAX_MEMBERS = 8 * SHARED_TILES * WARPS;
 constexpr i32 ACC_STRIDE = HEAD_DIM + 4;
-constexpr i32 MAX_PENDING = MAX_MEMBERS;
 
 struct DecodeArgs {
     const char* q;        // [T, H, D] of 16-bit floats
@@ -63,8 +62,6 @@ struct DecodeArgs {
     i32 window;
     i32 prefetch;  // chunks a warp asks for before it waits
     i32 is_early;
-    i32 is_eager;  // whether what earlier steps wrote is copied before the wait
-    i32 patience;  // partial results at most that a block leaves before it looks who else has arrived
     float scale;  // of products to log2 scores, without a cap
     float cap_in;  // with a soft cap: into the tanh, and the cap itself
     float cap_out;
@@ -75,8 +72,6 @@ enum Unit { TILE_START, NUM_TILES, KV_START, KV_END, ROW, TOKEN, NUM_MEMBERS, PA
 constexpr i32 UNIT_FIELDS = 12;
 enum Merge { MERGE_TOKEN, OWN_ROW, OWN_COUNT, GROUP_ROW, GROUP_COUNT };
 constexpr i32 MERGE_FIELDS = 8;
-// and one more in a block's own list
-constexpr i32 MERGE_CANDIDATE = 5;
 
 // Places in dynamic shared memory.
 struct Shared {
@@ -84,9 +79,7 @@ struct Shared {
     float* acc;     // [warps, group, ACC_STRIDE]
     float* tops;    // [warps, 8 * HEAD_TILES]
     float* totals;  // the same
-    i32* pending;   // [MAX_PENDING, MERGE_FIELDS] merges that this block has left partial results for
-    i32* due;       // [MAX_PENDING] those of them that it makes, as the last to arrive
-    i32* num_due;
+    i32* last;      // [MAX_MEMBERS] what this block merges
 };
 
 DEVICE Shared shared_places(char* memory, i32 group) {
@@ -95,9 +88,7 @@ DEVICE Shared shared_places(char* memory, i32 group) {
     s.acc = (float*)(memory + WARPS * STAGES * 2 * CHUNK_BYTES);
     s.tops = s.acc + WARPS * group * ACC_STRIDE;
     s.totals = s.tops + WARPS * 8 * HEAD_TILES;
-    s.pending = (i32*)(s.totals + WARPS * 8 * HEAD_TILES);
-    s.due = s.pending + MAX_PENDING * MERGE_FIELDS;
-    s.num_due = s.due + MAX_PENDING;
+    s.last = (i32*)(s.totals + WARPS * 8 * HEAD_TILES);
     return s;
 }
 

@@ -7,7 +7,6 @@
 // wait for each other and the next units' chunks are on their way long before. Products are turned
 // around, keys times queries: the query heads are the 8 columns of a product, and few of them are
 // padding. In a prefix that several tokens share, all warps read all chunks, each for 16 query rows.
-// What a lane leaves unfinished is merged at its end, by whoever finishes last.
 #include "args.cuh"
 #include "load.cuh"
 #include "merge.cuh"
@@ -67,57 +66,39 @@ DEVICE void multiply_keys(const Rows<TILES>& rows, const char* keys, float (&s)[
         for (i32 i = 0; i < 4; i++) s[n][i] += odd[n][i];
 }
 
-// Turns products of tile n into weights, of PARTS chunks at once. `first` is the position of this
-// lane's first row, or -1 if all positions are seen.
-template <int PARTS, int TILES>
-DEVICE void weigh_columns(
-    const DecodeArgs& args, Rows<TILES>& rows, float (&s)[PARTS][TILES][4], i32 n, const Segment& segment, i32 first) {
-#pragma unroll
-    for (i32 w = 0; w < PARTS; w++)
-#pragma unroll
-        for (i32 i = 0; i < 4; i++) {
-            s[w][n][i] = scaled(args, s[w][n][i]);
-            i32 at = first + w * CHUNK + i / 2 * 8;
-            if (first >= 0 && (at < max(segment.begin, rows.low[n][i & 1]) || at >= segment.end))
-                s[w][n][i] = NEGATIVE_INFINITY;
-        }
-#pragma unroll
-    for (i32 i = 0; i < 2; i++) {
-        float higher = larger(s[0][n][i], s[0][n][i + 2]), sum = 0.0f;
-#pragma unroll
-        for (i32 w = 1; w < PARTS; w++) higher = larger(higher, larger(s[w][n][i], s[w][n][i + 2]));
-        higher = larger(rows.top[n][i], column_max(higher));
-        float shrink = power_of_two(rows.top[n][i] - higher);
-#pragma unroll
-        for (i32 w = 0; w < PARTS; w++) {
-            s[w][n][i] = power_of_two(s[w][n][i] - higher);
-            s[w][n][i + 2] = power_of_two(s[w][n][i + 2] - higher);
-            sum += s[w][n][i] + s[w][n][i + 2];
-        }
-        rows.total[n][i] = rows.total[n][i] * shrink + sum;
-        rows.top[n][i] = higher;
-#pragma unroll
-        for (i32 m = 0; m < DIM_TILES; m++) {
-            rows.acc[m][n][i] *= shrink;
-            rows.acc[m][n][i + 2] *= shrink;
-        }
-    }
-}
-
-// A chunk of this warp.
 template <int TILES>
 DEVICE void attend_chunk(
     const DecodeArgs& args, Rows<TILES>& rows, const char* chunk, const Segment& segment, i32 position) {
     i32 lane = lane_id();
-    float s[1][TILES][4];
-    multiply_keys(rows, chunk, s[0]);
+    float s[TILES][4];
+    multiply_keys(rows, chunk, s);
     bool is_cut = args.window > 0 || position < segment.begin || position + CHUNK > segment.end;
     u32 weights[TILES][2];
 #pragma unroll
     for (i32 n = 0; n < TILES; n++) {
-        weigh_columns(args, rows, s, n, segment, is_cut ? position + lane / 4 : -1);
-        weights[n][0] = transpose_matrix(pack(s[0][n][0], s[0][n][1]));
-        weights[n][1] = transpose_matrix(pack(s[0][n][2], s[0][n][3]));
+#pragma unroll
+        for (i32 i = 0; i < 4; i++) {
+            s[n][i] = scaled(args, s[n][i]);
+            i32 at = position + lane / 4 + i / 2 * 8;
+            if (is_cut && (at < max(segment.begin, rows.low[n][i & 1]) || at >= segment.end))
+                s[n][i] = NEGATIVE_INFINITY;
+        }
+#pragma unroll
+        for (i32 i = 0; i < 2; i++) {
+            float higher = larger(rows.top[n][i], column_max(larger(s[n][i], s[n][i + 2])));
+            float shrink = power_of_two(rows.top[n][i] - higher);
+            s[n][i] = power_of_two(s[n][i] - higher);
+            s[n][i + 2] = power_of_two(s[n][i + 2] - higher);
+            rows.total[n][i] = rows.total[n][i] * shrink + (s[n][i] + s[n][i + 2]);
+            rows.top[n][i] = higher;
+#pragma unroll
+            for (i32 m = 0; m < DIM_TILES; m++) {
+                rows.acc[m][n][i] *= shrink;
+                rows.acc[m][n][i + 2] *= shrink;
+            }
+        }
+        weights[n][0] = transpose_matrix(pack(s[n][0], s[n][1]));
+        weights[n][1] = transpose_matrix(pack(s[n][2], s[n][3]));
     }
     const char* row = chunk + CHUNK_BYTES + ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + (lane >> 3 & 1) * 16;
 #pragma unroll
@@ -126,49 +107,6 @@ DEVICE void attend_chunk(
 #pragma unroll
         for (i32 n = 0; n < TILES; n++) multiply(rows.acc[m][n], v, weights[n][0], weights[n][1]);
     }
-}
-
-// The chunks of all warps at once, for a prefix that tokens share.
-template <int TILES>
-DEVICE void attend_step(
-    const DecodeArgs& args, Rows<TILES>& rows, const char* chunks, const Segment& segment, i32 position) {
-    constexpr i32 apart = STAGES * 2 * CHUNK_BYTES;  // a stage of a warp from that of the next
-    i32 lane = lane_id();
-    float s[WARPS][TILES][4];
-#pragma unroll
-    for (i32 w = 0; w < WARPS; w++)
-#pragma unroll
-        for (i32 n = 0; n < TILES; n++)
-            for (i32 i = 0; i < 4; i++) s[w][n][i] = 0.0f;
-    const char* row = chunks + (lane & 15) * ROW_BYTES + (lane >> 4) * 16;
-#pragma unroll
-    for (i32 m = 0; m < DIM_TILES; m++)
-#pragma unroll
-        for (i32 w = 0; w < WARPS; w++) {
-            Quad k = load_matrices(row + w * apart + m * 32);
-#pragma unroll
-            for (i32 n = 0; n < TILES; n++) multiply(s[w][n], k, rows.q[m][n][0], rows.q[m][n][1]);
-        }
-    bool is_cut = args.window > 0 || position < segment.begin || position + WARPS * CHUNK > segment.end;
-    u32 weights[WARPS][TILES][2];
-#pragma unroll
-    for (i32 n = 0; n < TILES; n++) {
-        weigh_columns(args, rows, s, n, segment, is_cut ? position + lane / 4 : -1);
-#pragma unroll
-        for (i32 w = 0; w < WARPS; w++) {
-            weights[w][n][0] = transpose_matrix(pack(s[w][n][0], s[w][n][1]));
-            weights[w][n][1] = transpose_matrix(pack(s[w][n][2], s[w][n][3]));
-        }
-    }
-    row = chunks + CHUNK_BYTES + ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + (lane >> 3 & 1) * 16;
-#pragma unroll
-    for (i32 w = 0; w < WARPS; w++)
-#pragma unroll
-        for (i32 m = 0; m < DIM_TILES; m++) {
-            Quad v = load_matrices_transposed(row + w * apart + m * 32);
-#pragma unroll
-            for (i32 n = 0; n < TILES; n++) multiply(rows.acc[m][n], v, weights[w][n][0], weights[w][n][1]);
-        }
 }
 
 // A warp's place in the stream of chunks.
@@ -235,23 +173,14 @@ DEVICE void store_token(
     }
 }
 
-// All parts of the kernel have the same view of these.
-struct Block {
-    const DecodeArgs& args;
-    const Shared& shared;
-    i32 lane_number, kv_head;
-};
-
-// Returns how many more partial results are pending.
-DEVICE i32 attend_token(const Block& block, Stream& stream, const Segment& segment, i32 num_pending) {
-    const DecodeArgs& args = block.args;
-    const Shared& shared = block.shared;
+DEVICE void attend_token(
+    const DecodeArgs& args, const Shared& shared, Stream& stream, const Segment& segment, i32 lane_number, i32 kv_head) {
     Rows<HEAD_TILES> rows;
     rows.clear();
 #pragma unroll
     for (i32 n = 0; n < HEAD_TILES; n++) {
         i32 part = n * 8 + lane_id() / 4;
-        i64 place = segment.token * args.q_token + (block.kv_head * args.group + part) * args.q_head;
+        i64 place = segment.token * args.q_token + (kv_head * args.group + part) * args.q_head;
         rows.load_queries(n, part < args.group ? args.q + place * 2 : nullptr);
     }
     // early, so that it is there when the merge needs it
@@ -263,17 +192,17 @@ DEVICE i32 attend_token(const Block& block, Stream& stream, const Segment& segme
         i32 position = (segment.first_chunk + warp_id() + step * WARPS) * CHUNK;
         attend_chunk(args, rows, ring_place(shared, warp_id(), stream.stage), segment, position);
         __syncwarp();
-        stream.refill(args, shared, block.kv_head);
+        stream.refill(args, shared, kv_head);
     }
     share_rows(args, shared, rows);
     __syncthreads();
-    store_token(args, shared, segment, block.lane_number, block.kv_head);
-    if (segment.partial < 0) return 0;
-    if (threadIdx.x < MERGE_FIELDS) {
-        i32 field = threadIdx.x == MERGE_CANDIDATE ? segment.candidate : record;
-        shared.pending[num_pending * MERGE_FIELDS + threadIdx.x] = field;
-    }
-    return 1;
+    store_token(args, shared, segment, lane_number, kv_head);
+    __syncthreads();
+    if (segment.partial < 0) return;
+    i32 count = __shfl_sync(FULL, record, OWN_COUNT) + __shfl_sync(FULL, record, GROUP_COUNT);
+    if (threadIdx.x == 0) shared.last[0] = is_last(args, segment.candidate, kv_head, count);
+    __syncthreads();
+    if (shared.last[0]) merge_heads(args, record, kv_head);
 }
 
 // Query row of a shared prefix's tile: its member and query head.
@@ -288,17 +217,13 @@ DEVICE Place place_of(const DecodeArgs& args, i32 row) {
 DEVICE void load_members(
     const DecodeArgs& args, Rows<SHARED_TILES>& rows, const Segment& segment, i32 kv_head) {
     const i32* tokens = args.work + args.members + segment.token;
-    i32 mine[SHARED_TILES];  // -1: padding
-#pragma unroll
-    for (i32 n = 0; n < SHARED_TILES; n++) {
-        i32 member = place_of(args, (warp_id() * SHARED_TILES + n) * 8 + lane_id() / 4).member;
-        mine[n] = member < segment.num_members ? load_fresh(tokens + member) : -1;
-    }
 #pragma unroll
     for (i32 n = 0; n < SHARED_TILES; n++) {
         Place at = place_of(args, (warp_id() * SHARED_TILES + n) * 8 + lane_id() / 4);
-        i64 place = mine[n] * args.q_token + (kv_head * args.group + at.part) * args.q_head;
-        rows.load_queries(n, mine[n] >= 0 ? args.q + place * 2 : nullptr);
+        bool is_there = at.member < segment.num_members;
+        i64 token = is_there ? load_fresh(tokens + at.member) : 0;
+        i64 place = token * args.q_token + (kv_head * args.group + at.part) * args.q_head;
+        rows.load_queries(n, is_there ? args.q + place * 2 : nullptr);
         for (i32 i = 0; i < 2 && args.window > 0; i++) {
             at = place_of(args, (warp_id() * SHARED_TILES + n) * 8 + (lane_id() & 3) * 2 + i);
             if (at.member < segment.num_members)
@@ -329,37 +254,35 @@ DEVICE void store_members(
         }
 }
 
-// Lists the members' merges as pending; a thread has the candidate of a member.
-DEVICE void list_members(const Block& block, const Segment& segment, i32 candidate, i32 num_pending) {
-    if (threadIdx.x >= segment.num_members) return;
-    const i32* record = block.args.work + block.args.merges + candidate * MERGE_FIELDS;
-    i32* entry = block.shared.pending + (num_pending + threadIdx.x) * MERGE_FIELDS;
-    for (i32 i = 0; i < MERGE_CANDIDATE; i++) entry[i] = load_fresh(record + i);
-    entry[MERGE_CANDIDATE] = candidate;
-}
-
-// Returns how many more partial results are pending.
-DEVICE i32 attend_members(const Block& block, Stream& stream, const Segment& segment, i32 num_pending) {
-    const DecodeArgs& args = block.args;
-    const Shared& shared = block.shared;
+DEVICE void attend_members(
+    const DecodeArgs& args, const Shared& shared, Stream& stream, const Segment& segment, i32 lane_number, i32 kv_head) {
     Rows<SHARED_TILES> rows;
     rows.clear();
-    const i32* candidates = args.work + args.member_candidates + segment.token;
-    i32 candidate = threadIdx.x < segment.num_members ? load_fresh(candidates + threadIdx.x) : 0;
-    load_members(args, rows, segment, block.kv_head);
-    list_members(block, segment, candidate, num_pending);
+    load_members(args, rows, segment, kv_head);
     i32 num_steps = segment.steps(0);
-    bool has_rows = warp_id() * 8 * SHARED_TILES < segment.num_members * args.group;
     for (i32 step = 0; step < num_steps; step++) {
         wait_copies<STAGES - 1>();
         __syncthreads();
-        i32 position = (segment.first_chunk + step * WARPS) * CHUNK;
-        if (has_rows) attend_step(args, rows, ring_place(shared, 0, stream.stage), segment, position);
+        for (i32 w = 0; w < WARPS; w++) {
+            i32 chunk = segment.first_chunk + w + step * WARPS;
+            if (chunk < segment.end_chunk)
+                attend_chunk(args, rows, ring_place(shared, w, stream.stage), segment, chunk * CHUNK);
+        }
         __syncthreads();
-        stream.refill(args, shared, block.kv_head);
+        stream.refill(args, shared, kv_head);
     }
-    if (has_rows) store_members(args, rows, segment, block.lane_number, block.kv_head);
-    return segment.num_members;
+    store_members(args, rows, segment, lane_number, kv_head);
+    __syncthreads();
+    if (threadIdx.x < segment.num_members) {
+        i32 candidate = load_fresh(args.work + args.member_candidates + segment.token + threadIdx.x);
+        const i32* record = args.work + args.merges + candidate * MERGE_FIELDS;
+        i32 count = load_fresh(record + OWN_COUNT) + load_fresh(record + GROUP_COUNT);
+        shared.last[threadIdx.x] = is_last(args, candidate, kv_head, count) ? candidate : -1;
+    }
+    __syncthreads();
+    for (i32 i = 0; i < segment.num_members; i++)
+        if (shared.last[i] >= 0) merge_heads(args, load_merge(args, shared.last[i]), kv_head);
+    __syncthreads();
 }
 
 // Zeroes the tokens of padding.
@@ -382,37 +305,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention
     i32 stop = tile + share + (lane_number < extra);
     Stream stream;
     stream.stage = 0;
-    Segment segment;
-    i32 num_issued = 0;
     if (tile < stop) {
         stream.loader.begin(args, place, tile, stop);
-        segment = stream.loader.segment;
-        for (; args.is_eager && num_issued < STAGES && stream.loader.is_old(); num_issued++)
-            stream.refill(args, shared, kv_head);
         stream.loader.prefetch_chunks(args, kv_head);
     }
     wait_for_earlier_kernels();
     if (!args.is_early) let_next_start();
     clear_padding(args, num_real);
     if (tile >= stop) return;
-    for (; num_issued < STAGES; num_issued++) stream.refill(args, shared, kv_head);
-    Block block = {args, shared, lane_number, kv_head};
-    i32 num_pending = 0;
+    Segment segment = stream.loader.segment;
+    for (i32 i = 0; i < STAGES; i++) stream.refill(args, shared, kv_head);
     for (;;) {
         i32 record = load_record(args, place + 1);  // may lie past the last unit, not past the list
         if (HAS_GROUPS && segment.num_members > 0)
-            num_pending += attend_members(block, stream, segment, num_pending);
+            attend_members(args, shared, stream, segment, lane_number, kv_head);
         else
-            num_pending += attend_token(block, stream, segment, num_pending);
-        bool is_end = segment.next_tile >= stop;
+            attend_token(args, shared, stream, segment, lane_number, kv_head);
+        if (segment.next_tile >= stop) break;
         place++;
-        if (!is_end) segment = segment_of(args, record, segment.next_tile, stop);
-        if (num_pending > 0 && (is_end || num_pending + max(1, segment.num_members) > args.patience)) {
-            settle(args, shared, num_pending, kv_head);
-            num_pending = 0;
-        }
-        if (is_end) break;
-        __syncthreads();  // what lies in shared memory has been read
+        segment = segment_of(args, record, segment.next_tile, stop);
     }
     wait_copies<0>();
 }

@@ -8,7 +8,6 @@ struct Segment {
     i32 first_chunk, end_chunk;
     i32 next_tile;  // in the line of tiles
     i32 row, token, num_members, partial, candidate;
-    i32 old_end;  // positions before this one were surely written by an earlier step
 
     // Steps that a warp takes: in a shared prefix all warps take the same number of steps.
     METHOD i32 steps(i32 warp) const {
@@ -34,8 +33,6 @@ DEVICE Segment segment_of(const DecodeArgs& args, i32 record, i32 tile, i32 stop
     s.num_members = __shfl_sync(FULL, record, NUM_MEMBERS);
     s.partial = __shfl_sync(FULL, record, PARTIAL);
     s.candidate = __shfl_sync(FULL, record, CANDIDATE);
-    // of a token's row, at most all tokens before it are new too
-    s.old_end = s.num_members > 0 ? 0 : kv_end - 1 - s.token;
     s.begin = kv_start + (tile - start) * args.kv_tile;
     s.end = min(kv_end, kv_start + (stop - start) * args.kv_tile);
     if (args.window > 0 && s.num_members == 0) s.begin = max(s.begin, kv_end - args.window);
@@ -67,22 +64,16 @@ struct Loader {
         load_pages(args);
     }
 
-    // Whether what the next call of `issue` copies was written by an earlier step.
-    METHOD bool is_old() const {
-        i32 chunk = segment.first_chunk + warp_id() + step * WARPS;
-        return step < num_steps && (chunk + 1) * CHUNK <= segment.old_end;
-    }
-
     METHOD i64 first_row(const DecodeArgs& args, i32 page, i32 chunk) const {
         i32 inside = (chunk * CHUNK) & ((1 << args.page_shift) - 1);
         return ((i64)page << args.page_shift) + inside;
     }
 
-    // Asks the second-level cache for the next chunks of the first unit.
+    // Asks the second-level cache for the first chunks of the first unit.
     METHOD void prefetch_chunks(const DecodeArgs& args, i32 kv_head) const {
         constexpr i32 sectors = HEAD_DIM / 16;  // of 32 bytes, in a row
         i32 row_bytes = args.num_kv_heads * HEAD_DIM * 2;
-        for (i32 i = step; i < min(min(step + args.prefetch, num_steps), 32); i++) {
+        for (i32 i = 0; i < min(min(args.prefetch, num_steps), 32); i++) {
             i32 page = __shfl_sync(FULL, pages, i), chunk = segment.first_chunk + warp_id() + i * WARPS;
             i64 start = first_row(args, page, chunk) * row_bytes + kv_head * (HEAD_DIM * 2);
             for (i32 sector = lane_id(); sector < CHUNK * sectors; sector += 32) {
@@ -113,7 +104,7 @@ struct Loader {
             if (step > 0 && step % 32 == 0) load_pages(args);
             i32 chunk = segment.first_chunk + warp_id() + step * WARPS;
             i32 page = __shfl_sync(FULL, pages, step % 32);
-            copy_chunk(args, target, chunk, page, kv_head);  // zeros, if it lies past the end
+            if (chunk < segment.end_chunk) copy_chunk(args, target, chunk, page, kv_head);
             step++;
         }
         commit_copies();

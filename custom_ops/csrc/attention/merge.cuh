@@ -11,81 +11,53 @@ DEVICE void store_result(const DecodeArgs& args, i32 token, i32 head, i32 column
     *(int2*)(args.out + place * 2) = packed;
 }
 
-// A head of a candidate, on its way to its result.
-struct Merged {
-    i32 own_row, own_count, group_row, count;
-    i32 token, head;
-    float top, total, acc[4];
-
-    METHOD void begin(const DecodeArgs& args, const Shared& shared, i32 pair, bool is_there, i32 kv_head) {
-        i32 entry = is_there ? pair / args.group : 0;
-        const i32* record = shared.pending + shared.due[entry] * MERGE_FIELDS;
-        token = record[MERGE_TOKEN];
-        own_row = record[OWN_ROW], own_count = record[OWN_COUNT], group_row = record[GROUP_ROW];
-        count = is_there ? own_count + record[GROUP_COUNT] : 0;
-        head = kv_head * args.group + pair - entry * args.group;
-        top = LOWEST, total = 0.0f;
-        if (args.sinks && is_there) top = args.sinks[head] * LOG2E, total = 1.0f;
-        for (i32 d = 0; d < 4; d++) acc[d] = 0.0f;
-    }
-
-    METHOD i64 place(const DecodeArgs& args, i32 i) const {
-        i64 row = i < own_count ? own_row + i : group_row + (i - own_count) * args.width;
-        return row * (args.num_kv_heads * args.group) + head;
-    }
-};
-
-// The results of PAIRS heads of candidates, by a warp: all that they need of BATCH partial results
-// each is on its way at once.
-template <int PAIRS, int BATCH>
-DEVICE void merge_pairs(const DecodeArgs& args, const Shared& shared, i32 first, i32 num_pairs, i32 kv_head) {
-    Merged pairs[PAIRS];
-    i32 longest = 0, column = lane_id() * 4;
+// The result of one head of a candidate, by a warp.
+DEVICE void merge_head(const DecodeArgs& args, i32 record, i32 head) {
+    constexpr i32 BATCH = 24;  // loads on their way
+    i32 token = __shfl_sync(FULL, record, MERGE_TOKEN);
+    i32 own_row = __shfl_sync(FULL, record, OWN_ROW), own_count = __shfl_sync(FULL, record, OWN_COUNT);
+    i32 group_row = __shfl_sync(FULL, record, GROUP_ROW);
+    i32 count = own_count + __shfl_sync(FULL, record, GROUP_COUNT);
+    i32 num_heads = args.num_kv_heads * args.group, column = lane_id() * 4;
     bool has_column = column < HEAD_DIM;
-#pragma unroll
-    for (i32 p = 0; p < PAIRS; p++) {
-        pairs[p].begin(args, shared, first + p, first + p < num_pairs, kv_head);
-        longest = max(longest, pairs[p].count);
+    float top = LOWEST, total = 0.0f, acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (args.sinks) {
+        top = args.sinks[head] * LOG2E;
+        total = 1.0f;
     }
-    for (i32 batch = 0; batch < longest; batch += BATCH) {
-        Float4 parts[PAIRS][BATCH];
-        float sums[PAIRS];
-        i32 mine = batch + lane_id();
-#pragma unroll
-        for (i32 p = 0; p < PAIRS; p++) {
-            bool has_sum = lane_id() < BATCH && mine < pairs[p].count;
-            sums[p] = has_sum ? load_fresh(args.sums + pairs[p].place(args, mine)) : NEGATIVE_INFINITY;
+    for (i32 first = 0; first < count; first += 32) {
+        i32 mine = first + lane_id();
+        i32 row = mine < own_count ? own_row + mine : group_row + (mine - own_count) * args.width;
+        float sum = mine < count ? load_fresh(args.sums + row * num_heads + head) : NEGATIVE_INFINITY;
+        float weight = 0.0f;
+        for (i32 batch = 0; batch < 32 && first + batch < count; batch += BATCH) {
+            Float4 parts[BATCH];
 #pragma unroll
             for (i32 j = 0; j < BATCH; j++) {
-                const float* source = args.partials + pairs[p].place(args, batch + j) * HEAD_DIM + column;
-                parts[p][j] = Float4{{0.0f, 0.0f, 0.0f, 0.0f}};
-                if (batch + j < pairs[p].count && has_column) parts[p][j] = load_fresh((const Float4*)source);
+                i32 i = first + batch + j;
+                i64 other = i < own_count ? own_row + i : group_row + (i - own_count) * args.width;
+                const float* source = args.partials + (other * num_heads + head) * HEAD_DIM + column;
+                parts[j] = Float4{{0.0f, 0.0f, 0.0f, 0.0f}};
+                if (batch + j < 32 && i < count && has_column) parts[j] = load_fresh((const Float4*)source);
             }
-        }
-#pragma unroll
-        for (i32 p = 0; p < PAIRS; p++) {
-            Merged& pair = pairs[p];
-            float higher = larger(pair.top, warp_max(sums[p])), shrink = power_of_two(pair.top - higher);
-            float weight = power_of_two(sums[p] - higher);
-            pair.total = pair.total * shrink + warp_sum(weight);
-            pair.top = higher;
-            for (i32 d = 0; d < 4; d++) pair.acc[d] *= shrink;
+            if (batch == 0) {  // here, so that the loads above are on their way
+                float higher = larger(top, warp_max(sum)), shrink = power_of_two(top - higher);
+                weight = power_of_two(sum - higher);
+                total = total * shrink + warp_sum(weight);
+                for (i32 d = 0; d < 4; d++) acc[d] *= shrink;
+                top = higher;
+            }
 #pragma unroll
             for (i32 j = 0; j < BATCH; j++) {
-                float w = __shfl_sync(FULL, weight, j);
-                for (i32 d = 0; d < 4; d++) pair.acc[d] += w * parts[p][j].x[d];
+                float w = __shfl_sync(FULL, weight, (batch + j) & 31);
+                for (i32 d = 0; d < 4; d++) acc[d] += w * parts[j].x[d];
             }
         }
     }
-#pragma unroll
-    for (i32 p = 0; p < PAIRS; p++) {
-        if (first + p >= num_pairs || !has_column) continue;
-        for (i32 d = 0; d < 4; d++) pairs[p].acc[d] /= pairs[p].total;
-        store_result(args, pairs[p].token, pairs[p].head, column, pairs[p].acc);
-    }
+    for (i32 d = 0; d < 4; d++) acc[d] /= total;
+    if (has_column) store_result(args, token, head, column, acc);
 }
 
-// Field i of a merge in lane i.
 DEVICE i32 load_merge(const DecodeArgs& args, i32 candidate) {
     const i32* record = args.work + args.merges + candidate * MERGE_FIELDS;
     return lane_id() < MERGE_FIELDS ? load_fresh(record + lane_id()) : 0;
@@ -99,23 +71,7 @@ DEVICE bool is_last(const DecodeArgs& args, i32 candidate, i32 kv_head, i32 coun
     return true;
 }
 
-// Counts all partial results that this block has left since the last time, and makes the results that
-// lack no other.
-DEVICE void settle(const DecodeArgs& args, const Shared& shared, i32 num_pending, i32 kv_head) {
-    if (threadIdx.x == 0) *shared.num_due = 0;
-    __syncthreads();  // also: all of them are written
-    if (threadIdx.x < num_pending) {
-        const i32* record = shared.pending + threadIdx.x * MERGE_FIELDS;
-        i32 count = record[OWN_COUNT] + record[GROUP_COUNT];
-        if (is_last(args, record[MERGE_CANDIDATE], kv_head, count))
-            shared.due[atomicAdd(shared.num_due, 1)] = threadIdx.x;
-    }
-    __syncthreads();
-    i32 num_pairs = *shared.num_due * args.group;
-    if (num_pairs <= WARPS) {
-        if (warp_id() < num_pairs) merge_pairs<1, 24>(args, shared, warp_id(), num_pairs, kv_head);
-        return;
-    }
-    for (i32 first = warp_id() * 2; first < num_pairs; first += WARPS * 2)
-        merge_pairs<2, 12>(args, shared, first, num_pairs, kv_head);
+// The results of a KV head's query heads, by the whole block.
+DEVICE void merge_heads(const DecodeArgs& args, i32 record, i32 kv_head) {
+    for (i32 h = warp_id(); h < args.group; h += WARPS) merge_head(args, record, kv_head * args.group + h);
 }
