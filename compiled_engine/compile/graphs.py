@@ -99,6 +99,11 @@ class _Segments(TorchDispatchMode):
         self._buffers = buffers
         self._open: torch.cuda.CUDAGraph | None = None
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled under this mode, which sees the ops it calls."""
+        return True
+
     def record(self, function: Callable[[], None]) -> None:
         with self._capturing():
             if self._split_ops:

@@ -1,0 +1,81 @@
+"""Captures are cut at the named ops, which run between the segments on every replay.
+
+The graphs are stand-ins that count, so no GPU is needed; what a real one replays is tested on one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_engine.custom_ops  # noqa: F401 - registers the ops
+from compiled_engine.compile import graphs
+from compiled_engine.compile.graphs import _Segments
+
+
+class FakeGraph:
+    log: list[str]
+
+    def __init__(self, keep_graph: bool) -> None:
+        assert keep_graph
+
+    def capture_begin(self, **_: Any) -> None:
+        self.log.append("begin")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    made: list[str] = []
+    monkeypatch.setattr(FakeGraph, "log", made, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(graphs, "_launcher", lambda graph: lambda: made.append("replay"))
+    monkeypatch.setattr(graphs, "_unowned", lambda tensor: tensor)
+    return made
+
+
+def step(x: torch.Tensor, weight: torch.Tensor, log: list[str]) -> torch.Tensor:
+    for _ in range(2):
+        x = torch.ops.ce.linear.default(x + 1, weight, None)
+        log.append("op")
+    return x * 2
+
+
+def test_segments_without_split_ops_are_one_graph(log):
+    x, weight = torch.randn(3, 8), torch.randn(8, 8)
+    segments = _Segments((), None, {})
+    segments.record(lambda: step(x, weight, log))
+    assert log == ["begin", "op", "op", "end"]
+    assert len(segments.replays) == len(segments.graphs) == 1
+
+
+def test_segments_are_cut_at_the_named_op(log):
+    x, weight = torch.randn(3, 8), torch.randn(8, 8)
+    buffers: dict[Any, torch.Tensor] = {}
+    segments = _Segments(("ce::linear",), None, buffers)
+    segments.record(lambda: step(x, weight, log))
+    assert log == ["begin", "end", "begin", "op", "end", "begin", "op", "end"]
+    assert len(segments.graphs) == 3
+    assert len(segments.replays) == 5
+    (buffer,) = buffers.values()  # both calls leave their result in the same place
+    log.clear()
+    buffer.fill_(float("nan"))
+    for replay in segments.replays:
+        replay()
+    assert log == ["replay"] * 3
+    assert not buffer.isnan().any(), "the op ran between the graphs"
+
+
+def test_segments_end_their_capture_after_an_error(log):
+    segments = _Segments(("ce::linear",), None, {})
+
+    def fails() -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        segments.record(fails)
+    assert log == ["begin", "end"]
