@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 
 from compiled_engine.config import DEFAULT_MODEL, EngineConfig, SchedulerKernels
+from compiled_engine.custom_ops.registry import Target
 from compiled_engine.device import pick_device
 from compiled_engine.errors import ConfigError
 from compiled_engine.kv_cache import CacheGeometry, available_bytes, choose_num_pages
 from compiled_engine.models import ARCHITECTURES, CausalLM, ModelConfig
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.source import resolve_model
+from compiled_engine.plain_attention import check_attention
 from compiled_engine.sampler import MAX_EOS_TOKEN_IDS
 from compiled_engine.scheduler.state import SchedulerShape
 from compiled_engine.tokenizer import Tokenizer, has_tokenizer
@@ -216,6 +218,17 @@ def resolve(
         config.gpu_memory_utilization,
         is_size_given=config.max_total_tokens is not None,
     )
+    if not is_cpu and not reserved_bytes:  # once, before the largest step is tried
+        check_attention(
+            Target.of(device),
+            geometry,
+            dtype,
+            num_heads=model_config.num_heads,
+            num_tokens=chunk,
+            context=max_model_len,
+            num_rows=max_num_seqs,
+            free_bytes=free,
+        )
     num_pages = choose_num_pages(
         geometry,
         max_total_tokens=config.max_total_tokens,

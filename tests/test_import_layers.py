@@ -80,7 +80,11 @@ LAYERS: tuple[Layer, ...] = (
         own=True,
     ),
     Layer(7, TEXT, own=True, only=BASE, no_packages=("torch", "xgrammar", "triton")),
-    Layer(7, ("settings", "engine", "engine_process", "llm", "bench", "bench.*"), own=True),
+    Layer(
+        7,
+        ("settings", "plain_attention", "engine", "engine_process", "llm", "bench", "bench.*"),
+        own=True,
+    ),
     Layer(8, ("server", "server.*"), own=True, only=(*BASE, *TEXT), no_packages=HEAVY),
     Layer(9, ("cli", "commands", "commands.*"), own=True),
 )
