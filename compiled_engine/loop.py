@@ -256,8 +256,9 @@ class StepLoop:
         inbox, applied = self.inbox.take()
         submitted = [self._seats[entry.row] for entry in applied if isinstance(entry, SubmitEntry)]
         for seat in submitted:
-            salt = salt_of(seat.request.cache_salt)
-            self._guess.add(seat.row, seat.request.prompt_token_ids, salt)
+            if not seat.is_over:
+                salt = salt_of(seat.request.cache_salt)
+                self._guess.add(seat.row, seat.request.prompt_token_ids, salt)
         entries = [(s.row, s.request.params, s.seed, s.stop_ids) for s in submitted]
         param_inbox = (
             build_param_inbox(self.executor.shape, entries) if entries else self._no_params
