@@ -202,13 +202,7 @@ def resolve(
 ) -> Settings:
     """Settings for a model; `reserved_bytes` are memory that is free now and will not be."""
     is_cpu = device.type == "cpu"
-    own = model_config.max_position_embeddings
-    max_model_len = config.max_model_len or own
-    if max_model_len > own:
-        raise ConfigError(
-            f"--max-model-len is {max_model_len}; the model was made for {own} positions",
-            param="max_model_len",
-        )
+    max_model_len = _max_model_len(config, model_config)
     max_num_seqs = config.max_num_seqs or (64 if is_cpu else 256)
     chunk = config.chunked_prefill_size or (512 if is_cpu else 8192)
     dtype = next(model.parameters()).dtype
@@ -251,16 +245,27 @@ def resolve(
         num_pages=num_pages,
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
-        is_overlapped=not is_cpu
-        if config.overlap_schedule == "auto"
-        else config.overlap_schedule == "on",
+        is_overlapped={"auto": not is_cpu, "on": True, "off": False}[config.overlap_schedule],
         buckets=token_buckets(chunk, fine_up_to=None if is_cpu else max_num_seqs),
-        scheduler="cuda"
-        if config.scheduler == "auto" and not is_cpu
-        else "torch"
-        if config.scheduler == "auto"
-        else config.scheduler,
+        scheduler=_scheduler(config, is_cpu=is_cpu),
     )
+
+
+def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    own = model_config.max_position_embeddings
+    longest = config.max_model_len or own
+    if longest > own:
+        raise ConfigError(
+            f"--max-model-len is {longest}; the model was made for {own} positions",
+            param="max_model_len",
+        )
+    return longest
+
+
+def _scheduler(config: EngineConfig, *, is_cpu: bool) -> SchedulerKernels:
+    if config.scheduler != "auto":
+        return config.scheduler
+    return "torch" if is_cpu else "cuda"
 
 
 def cache_geometry(

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from compiled_engine.custom_ops.gemm_skinny import Config, HopperConfig, RowConfig, TileConfig
 from compiled_engine.custom_ops.registry import Traits
+from compiled_engine.custom_ops.toolchain import gluon_reason
 
 # Columns of g, the norm's weight, that fit beside the rings of the Hopper kernel.
 MAX_HOPPER_SIZE = 32768
@@ -129,6 +130,8 @@ def _hopper_work(traits: Traits) -> tuple[int, int]:
 
 def hopper_rejects(traits: Traits) -> str | None:
     """What does not fit into the Hopper kernel; same traits as above."""
+    if (reason := gluon_reason()) is not None:
+        return reason
     rows, size = traits["rows"], traits["size"]
     rules = (
         (size <= MAX_HOPPER_SIZE, f"takes up to {MAX_HOPPER_SIZE} columns, not {size}"),
