@@ -50,21 +50,6 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
 
 
-def prefer_shared_memory(device: torch.device) -> None:
-    """Gives kernels that do not ask for a split of L1 and shared memory the one with most shared.
-
-    A multiprocessor must be idle to change the split: if every kernel wants its own, none can start
-    before the one in front of it has ended.
-    """
-    from cuda.bindings import driver
-
-    with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes the context
-        (status,) = driver.cuCtxSetCacheConfig(driver.CUfunc_cache.CU_FUNC_CACHE_PREFER_SHARED)
-    if int(status) != 0:
-        raise RuntimeError(f"the cache configuration could not be set: {status.name}")
-
-
 def describe_device(device: torch.device) -> DeviceInfo:
     """Name, memory and capability of `device`."""
     if device.type == "cuda":

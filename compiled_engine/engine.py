@@ -16,7 +16,7 @@ from compiled_engine.compile.graphs import StepGraphs
 from compiled_engine.compile.torch_compat import has_own_kernel
 from compiled_engine.config import EngineConfig
 from compiled_engine.custom_ops import ALL_OPS
-from compiled_engine.device import pick_device, prefer_shared_memory
+from compiled_engine.device import pick_device
 from compiled_engine.kv_cache import allocate
 from compiled_engine.loop import StepLoop
 from compiled_engine.memory import MemoryNeeds, MemoryTable, measure_needs, memory_table
@@ -81,7 +81,6 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     model = _load_model(config, model_config, folder, device, progress)
     needs = None
     if device.type == "cuda":
-        prefer_shared_memory(device)
         torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization, device)
         progress("compiling", "memory probe", 0, 1)
         needs = _probe_memory(config, model_config, folder, device, model)

@@ -57,7 +57,7 @@ def _key_blocks(
         at = page * strides[0] + (key % PAGE) * strides[1]
         inside = (column < DIM)[None, :] & (exists | (not MASKED))[:, None]
         k = tl.load(caches[0] + at[:, None] + column[None, :], mask=inside, other=0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)))
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if HAS_CAP:
             e = tl.exp2(s * (factors[1] * 2 * LOG2E))
             s = factors[2] - 2 * factors[2] / (e + 1)
@@ -73,7 +73,9 @@ def _key_blocks(
         shrink = tl.exp2(m * factors[0] - m_scaled)
         total = total * shrink + tl.sum(p, 1)
         v = tl.load(caches[1] + at[:, None] + column[None, :], mask=inside, other=0.0)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+        acc = tl.dot(
+            p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee"
+        )
         m = m_new
     return m, total, acc
 

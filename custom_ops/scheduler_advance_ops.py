@@ -48,10 +48,19 @@ def _advance(
 ) -> None:
     check_sizes(sizes, max_pieces=0)
     device = tokens.device
+    if not torch.cuda.is_current_stream_capturing():  # seen once before every capture
+        _check_is_reachable(record)
     scratch = _new_scratch(sizes, device)
     args = scheduler_advance.advance_args(state, plan, (tokens, is_stop), record, scratch, sizes)
     block = scheduler_advance.block_of(sizes)
     launch(ADVANCE, "scheduler_advance", 1, args, device, block=block)
+
+
+def _check_is_reachable(record: list[Tensor]) -> None:
+    """Raises ValueError if the device cannot write a tensor of the ring."""
+    for tensor in record:
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            raise ValueError("scheduler_advance: the record must be in pinned memory or on the GPU")
 
 
 # `record` is the ring in pinned memory and the step counter, as in `scheduler_advance`.

@@ -29,6 +29,11 @@ CASES = [
 ]
 
 
+# Kernels that keep in fp32 what the reference rounds between its steps, so that the two may lie one
+# rounding apart each: the norm in front of a product; scores as probabilities.
+LOOSER_ON_A_GPU = {"fused_linear": 2.0, "paged_attention": 2.0}
+
+
 def examples(op: OpSpec, dtype: torch.dtype, device: str) -> list[tuple[Any, ...]]:
     return op.example_inputs(dtype, torch.device(device), 0)
 
@@ -55,7 +60,8 @@ def assert_same_tensors(op: OpSpec, got: tuple[Any, ...], expected: tuple[Any, .
     assert len(got) == len(expected)
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.dtype == b.dtype
-        assert_close(f"{op.name} output {i}", a, b)
+        factor = LOOSER_ON_A_GPU.get(op.name, 1.0) if a.is_cuda and a.itemsize == 2 else 1.0
+        assert_close(f"{op.name} output {i}", a, b, factor=factor)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")

@@ -116,11 +116,12 @@ def test_schemas_and_fakes():
     state, sizes = state_tensors(engine.state), shape_sizes(engine.shape)
     plan = list(engine.last_plan)
     utilities = ("test_schema", "test_faketensor")
-    outbox = RingOutbox(engine.shape.max_rows + 1, GPU)
+    # opcheck copies its arguments, and a copy of the pinned ring would not be pinned.
+    ring = [tensor.to(GPU) for tensor in RingOutbox(engine.shape.max_rows + 1, GPU).ring]
     ops = torch.ops.ce
     for op, args in (
         (ops.scheduler_layout, (state, plan, 8, sizes)),
-        (ops.scheduler_advance, (state, plan, *sampled(engine.shape), list(outbox.ring), sizes)),
+        (ops.scheduler_advance, (state, plan, *sampled(engine.shape), ring, sizes)),
         (ops.scheduler_admit, (state, torch.tensor(8, dtype=torch.int32, device=GPU), sizes)),
     ):
         torch.library.opcheck(op.default, args, test_utils=utilities)
