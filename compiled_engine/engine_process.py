@@ -126,14 +126,15 @@ class EngineServer:
         events = self._take_in(IDLE_WAIT_MS if is_idle else 0)
         # Reading the last records waits for the device too: it may hang there as well.
         self.channel.busy_since = time.monotonic()
+        tokens = None
         if self.loop.has_work:
-            events += self.loop.step()
+            tokens = self.loop.step()
         elif has_unread:
             events += self.loop.drain()
         self.channel.busy_since = None
-        if events or self.channel.is_status_due():
+        if tokens or events or self.channel.is_status_due():
             self._update_status()
-            self.channel.send(EngineFrame(events=events))
+            self.channel.send(EngineFrame(tokens=tokens or None, events=events))
 
     def _take_in(self, wait_ms: int) -> list[TokenEvent]:
         events: list[TokenEvent] = []

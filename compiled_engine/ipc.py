@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from compiled_engine.request import ModelLimits, Request, TokenEvent
+from compiled_engine.token_batch import TokenBatch
 
 Phase = Literal["loading", "compiling", "ready", "draining"]
 
@@ -61,8 +62,13 @@ class ClientFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class EngineFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Engine process -> API process. `fatal` is the last frame of an engine that cannot go on."""
+    """Engine process -> API process. `fatal` is the last frame of an engine that cannot go on.
 
+    `tokens` are those of a step; `events` are those of requests that were refused, and of several
+    steps at once.
+    """
+
+    tokens: TokenBatch | None = None
     events: list[TokenEvent] = []
     status: EngineStatus | None = None
     fatal: str | None = None

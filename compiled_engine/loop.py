@@ -17,8 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from compiled_engine.outbox import (
+    COLUMN_CACHED,
     COLUMN_FLAGS,
     COLUMN_GEN,
+    COLUMN_TOKEN,
     FLAG_EMITTED,
     FLAG_FINISHED,
     FLAG_FREE,
@@ -43,6 +45,7 @@ from compiled_engine.scheduler.inbox import InboxBuilder, SubmitEntry
 from compiled_engine.scheduler.prefix import forget_all
 from compiled_engine.step import StepExecutor, StepKey
 from compiled_engine.step_times import StepTimes
+from compiled_engine.token_batch import TokenBatch
 
 # Steps of one loop on the device at most: how long a new request can wait for its end.
 LOOP_STEPS = 32
@@ -60,8 +63,22 @@ class _Seat:
     seed: int
     variant: Variant
     num_prompt: int
-    num_tokens: int = 0  # generated
     is_over: bool = False  # finished or aborted: no more events
+
+
+class _SeatColumns:
+    """What the reader of records needs of every seat, by row."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.gens = np.zeros(num_rows, np.int64)  # 0 = no seat
+        self.request_ids = np.zeros(num_rows, "<i8")
+        self.num_tokens = np.zeros(num_rows, np.int64)  # generated
+        self.is_over = np.zeros(num_rows, np.bool_)
+
+    def take(self, row: int, gen: int, request_id: int) -> None:
+        """A request gets the row."""
+        self.gens[row], self.request_ids[row] = gen, request_id
+        self.num_tokens[row], self.is_over[row] = 0, False
 
 
 class _Launched(NamedTuple):
@@ -122,7 +139,7 @@ class StepLoop:
         self._queue: deque[Request] = deque()
         self._free_rows = list(range(executor.shape.max_rows - 1, -1, -1))
         self._gens = [0] * executor.shape.max_rows
-        self._seat_gens = np.zeros(executor.shape.max_rows, np.int64)  # by row, 0 = no seat
+        self._columns = _SeatColumns(executor.shape.max_rows)
         self._seats: dict[int, _Seat] = {}  # by row
         self._num_live = 0  # seats whose request is not over
         self._num_by_variant = [0] * len(Variant)  # seats
@@ -182,28 +199,28 @@ class StepLoop:
 
     # --- the two loops --------------------------------------------------------------------
 
-    def step(self) -> list[TokenEvent]:
-        """Launches one step and returns the events of what was read back."""
+    def step(self) -> TokenBatch:
+        """Launches one step and returns the tokens of what was read back."""
         if self._loops_on_device:
             return self.device_loop()
         return self.overlap_loop() if self.is_overlapped else self.normal_loop()
 
-    def normal_loop(self) -> list[TokenEvent]:
+    def normal_loop(self) -> TokenBatch:
         """Launch, then read that step's record: the plain twin."""
         self._launch()
         return self._read()
 
-    def overlap_loop(self) -> list[TokenEvent]:
+    def overlap_loop(self) -> TokenBatch:
         """Launch, then read the record of the step before."""
         self._launch()
-        return self._read() if self.executor.outbox.num_unread > 1 else []
+        return self._read() if self.executor.outbox.num_unread > 1 else TokenBatch()
 
-    def device_loop(self) -> list[TokenEvent]:
+    def device_loop(self) -> TokenBatch:
         """Lets the device repeat steady decode steps; else as `overlap_loop`."""
         if self._is_looping:
-            events = self._read_loop()
-            if events is not None:
-                return events
+            tokens = self._read_loop()
+            if tokens is not None:
+                return tokens
         if not self._is_steady():
             return self.overlap_loop()
         if self.executor.outbox.num_unread:
@@ -212,14 +229,14 @@ class StepLoop:
         key = self.executor.key_of(self._num_live, variant, is_mixed=False)
         self.executor.launch_loop(key, max_steps=LOOP_STEPS, has_waiting=self.num_waiting > 0)
         self._is_looping = True
-        return []
+        return TokenBatch()
 
     def drain(self) -> list[TokenEvent]:
         """Reads every record still unread, without launching."""
         events: list[TokenEvent] = []
         while self.executor.outbox.num_unread:
             if self._is_looping:
-                events.extend(self._read_loop() or [])
+                events.extend(self._read_loop() or ())
             else:
                 events.extend(self._read())
         return events
@@ -234,8 +251,8 @@ class StepLoop:
         can_seat = bool(self._queue and self._free_rows)
         return bool(is_decoding) and len(self._unstarted) == num_waiting and not can_seat
 
-    def _read_loop(self) -> list[TokenEvent] | None:
-        """Events of the running loop's next record; None once it has ended."""
+    def _read_loop(self) -> TokenBatch | None:
+        """Tokens of the running loop's next record; None once it has ended."""
         executor = self.executor
         assert isinstance(executor.outbox, RingOutbox)
         assert executor.loop_control is not None
@@ -301,7 +318,7 @@ class StepLoop:
             num_prompt=len(prompt),
         )
         self._seats[row] = seat
-        self._seat_gens[row] = seat.gen
+        self._columns.take(row, seat.gen, request.request_id)
         self._num_live += 1
         self._num_by_variant[seat.variant] += 1
         self._seat_of[request.request_id] = seat
@@ -352,28 +369,40 @@ class StepLoop:
 
     # --- read -----------------------------------------------------------------------------
 
-    def _read(self) -> list[TokenEvent]:
+    def _read(self) -> TokenBatch:
         record = self.executor.outbox.read()
         self._note_time(self._unread.popleft())
         return self._take_record(record)
 
-    def _take_record(self, record: HostRecord) -> list[TokenEvent]:
+    def _take_record(self, record: HostRecord) -> TokenBatch:
+        """Array operations for all rows; single seats only where one starts, ends or is left."""
         self._newest = record
         self._count(record)
-        rows = record.rows[:-1]
+        rows, columns = record.rows[:-1], self._columns
+        flags = rows[:, COLUMN_FLAGS]
         # Rows whose generation differs have not seen their submit yet.
-        is_news = (rows[:, COLUMN_FLAGS] & (FLAG_EMITTED | FLAG_FREE)) != 0
-        news = np.nonzero(is_news & (rows[:, COLUMN_GEN] == self._seat_gens))[0]
-        events = []
-        for row, (_, flags, cached, token) in zip(news.tolist(), rows[news].tolist(), strict=True):
-            seat = self._seats.get(row)
-            if seat is None:
-                continue
-            if flags & FLAG_EMITTED and not seat.is_over:
-                events.append(self._event_of(seat, flags, cached, token))
-            if flags & FLAG_FREE:
-                self._leave(seat)
-        return events
+        is_known = (columns.gens > 0) & (rows[:, COLUMN_GEN] == columns.gens)
+        emitted = np.nonzero(is_known & ~columns.is_over & ((flags & FLAG_EMITTED) != 0))[0]
+        free = np.nonzero(is_known & ((flags & FLAG_FREE) != 0))[0]
+        news = rows[emitted]
+        for place in np.nonzero(columns.num_tokens[emitted] == 0)[0].tolist():
+            self._start(self._seats[int(emitted[place])], int(news[place, COLUMN_CACHED]))
+        columns.num_tokens[emitted] += 1
+        self.stats.num_generated_tokens += len(emitted)
+        ends: dict[int, FinishReason] = {}
+        for place in np.nonzero(news[:, COLUMN_FLAGS] & FLAG_FINISHED)[0].tolist():
+            seat = self._seats[int(emitted[place])]
+            self._end(seat)
+            is_stop = int(news[place, COLUMN_TOKEN]) in seat.stop_ids
+            ends[place] = "stop" if is_stop else "length"
+        for row in free.tolist():
+            self._leave(self._seats[row])
+        return TokenBatch(
+            columns.request_ids[emitted].tobytes(),
+            news[:, COLUMN_TOKEN].tobytes(),
+            news[:, COLUMN_CACHED].tobytes(),
+            ends,
+        )
 
     def _note_time(self, launched: _Launched) -> None:
         """Learns what a step took, where the device had no pause before it."""
@@ -391,24 +420,16 @@ class StepLoop:
         stats.num_pages_free = free - cached
         stats.num_pages_active = self.executor.shape.num_pages - 1 - free
 
-    def _event_of(self, seat: _Seat, flags: int, cached: int, token: int) -> TokenEvent:
-        stats = self.stats
-        if seat.num_tokens == 0:
-            self._unstarted.pop(seat.row, None)
-            self._guess.leave(seat.row)
-            stats.num_prompt_tokens += seat.num_prompt
-            stats.num_cached_tokens += cached
-        seat.num_tokens += 1
-        stats.num_generated_tokens += 1
-        finish_reason: FinishReason | None = None
-        if flags & FLAG_FINISHED:
-            self._end(seat)
-            finish_reason = "stop" if token in seat.stop_ids else "length"
-        return TokenEvent(seat.request.request_id, [token], finish_reason, cached)
+    def _start(self, seat: _Seat, num_cached: int) -> None:
+        """The seat's first token is there."""
+        self._unstarted.pop(seat.row, None)
+        self._guess.leave(seat.row)
+        self.stats.num_prompt_tokens += seat.num_prompt
+        self.stats.num_cached_tokens += num_cached
 
     def _end(self, seat: _Seat) -> None:
         """No more events for the seat's request."""
-        seat.is_over = True
+        seat.is_over = self._columns.is_over[seat.row] = True
         self._num_live -= 1
         self._unstarted.pop(seat.row, None)
         self._guess.leave(seat.row)
@@ -416,7 +437,7 @@ class StepLoop:
     def _leave(self, seat: _Seat) -> None:
         assert seat.is_over, f"row {seat.row} is free while its request runs"
         del self._seats[seat.row]
-        self._seat_gens[seat.row] = 0
+        self._columns.gens[seat.row] = 0
         self._num_by_variant[seat.variant] -= 1
         self._seat_of.pop(seat.request.request_id, None)
         self._free_rows.append(seat.row)

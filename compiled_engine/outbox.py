@@ -74,6 +74,7 @@ class RecordQueue(ABC):
         self._is_cuda = device.type == "cuda"
         self._rows = self._host_zeros(RING_RECORDS, num_rows, 4)
         self._counts = self._host_zeros(RING_RECORDS, NUM_COUNTS)
+        self._views = (self._rows.numpy(), self._counts.numpy())  # the same memory
         self._num_written = 0
         self._num_read = 0
 
@@ -100,7 +101,11 @@ class RecordQueue(ABC):
         self._wait(self._num_read)
         slot = self._num_read % RING_RECORDS
         self._num_read += 1
-        return HostRecord(self._rows[slot].numpy().copy(), self._counts[slot].numpy().copy())
+        return self._record_in(slot)
+
+    def _record_in(self, slot: int) -> HostRecord:
+        rows, counts = self._views
+        return HostRecord(rows[slot].copy(), counts[slot].copy())
 
     def discard(self) -> None:
         """Waits for the steps launched so far, noted or not, and forgets their records."""
@@ -222,7 +227,7 @@ class RingOutbox(RecordQueue):
             pass
         self._num_read = self._num_written = number + 1
         self._running.note_read(number + 1)
-        return HostRecord(self._rows[slot].numpy().copy(), self._counts[slot].numpy().copy())
+        return self._record_in(slot)
 
     def discard(self) -> None:
         """Waits for the steps launched so far, noted or not, and forgets their records."""

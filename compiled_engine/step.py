@@ -96,7 +96,6 @@ class StepExecutor:
         """On a CPU the plan is there once `begin` returns: reading it costs nothing."""
         return self.device.type == "cpu"
 
-    @torch.no_grad()
     def launch(
         self, inbox: Inbox, param_inbox: ParamInbox, key: StepKey, *, has_entries: bool
     ) -> None:
@@ -107,23 +106,25 @@ class StepExecutor:
         nothing is copied.
         """
         if self.reads_plans:
-            self._run_here(inbox, param_inbox, key)
+            with torch.no_grad():
+                self._run_here(inbox, param_inbox, key)
             return
         assert self._upload is not None, "launched before warm_up"
         is_sent = self._upload.send(inbox, param_inbox, has_entries=has_entries)
         if is_sent and self.pieces.apply_params is not None:
-            self.pieces.apply_params(self.params, self._upload.param_inbox)
+            with torch.no_grad():
+                self.pieces.apply_params(self.params, self._upload.param_inbox)
         self._run(key)
-
         self.outbox.note_launch()
 
     def _run(self, key: StepKey) -> None:
         if self._graphs is not None and key in self._graphs:
             self._graphs.replay(key)
             return
-        self._enqueue(key)
-        if self._graphs is not None:
-            self._graphs.capture(key, lambda: self._enqueue(key))
+        with torch.no_grad():
+            self._enqueue(key)
+            if self._graphs is not None:
+                self._graphs.capture(key, lambda: self._enqueue(key))
 
     def key_of(self, num_tokens: int, variant: Variant, *, is_mixed: bool) -> StepKey:
         """The key of the smallest step that has `num_tokens` places."""

@@ -333,7 +333,7 @@ class IpcEngineClient:
             self._status = frame.status
             if frame.status.limits is not None:
                 self._limits = frame.status.limits
-        for event in frame.events:
+        for event in (*frame.events, *(frame.tokens or ())):
             # Events of requests that were aborted meanwhile find no mailbox.
             mailbox = self._mailboxes.get(event.request_id)
             if mailbox is not None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_engine.compile.torch_compat import fake_result, raw_stream
+
 Replay = Callable[[], None]
 
 
@@ -143,8 +145,8 @@ class _Segments(TorchDispatchMode):
         # The tensors live in the pool at addresses every replay fills again; holding them would
         # keep their memory from the segments behind, so only their addresses are held.
         fixed = [_unowned(a) if isinstance(a, Tensor) else a for a in args]
-        made = func(*args, **kwargs)
-        out = self._buffer(func.name(), made)
+        # Not run now: what its arguments hold, captured kernels have not computed.
+        out = self._buffer(func.name(), fake_result(func, args, kwargs))
 
         def run() -> None:
             out.copy_(func(*fixed, **kwargs))
@@ -157,7 +159,7 @@ class _Segments(TorchDispatchMode):
         """Where a split op's result stands: one buffer for all layers, read before it is reused."""
         key = (name, made.shape, made.dtype)
         if key not in self._buffers:
-            self._buffers[key] = torch.empty_like(made)
+            self._buffers[key] = torch.empty(made.shape, dtype=made.dtype, device=made.device)
         return self._buffers[key]
 
 
@@ -172,10 +174,10 @@ def _launcher(graph: torch.cuda.CUDAGraph) -> Replay:
     status, executable = driver.cuGraphInstantiate(driver.CUgraph(graph.raw_cuda_graph()), 0)
     if int(status) != 0:
         raise RuntimeError(f"a graph could not be made executable: {status.name}")
+    device_index = torch.cuda.current_device()
 
     def launch() -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        (status,) = driver.cuGraphLaunch(executable, stream)
+        (status,) = driver.cuGraphLaunch(executable, raw_stream(device_index))
         if int(status) != 0:
             raise RuntimeError(f"a graph could not be launched: {status.name}")
 

@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def dynamo_counters() -> dict[str, int]:
@@ -24,6 +25,21 @@ def dynamo_counters() -> dict[str, int]:
         "num_cache_hits": counters["inductor"]["fxgraph_cache_hit"],
         "num_kernels": torch._inductor.metrics.generated_kernel_count,
     }
+
+
+def raw_stream(device_index: int) -> int:
+    """Address of the current stream of a GPU; `torch.cuda.current_stream` makes objects for it."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))  # 2.11 to 2.14
+
+
+def fake_result(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Shape, dtype and device of the one tensor that an op returns, without running it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as fakes:
+        made = op(*(fakes.from_tensor(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
+    assert isinstance(made, Tensor), op
+    return made
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -29,9 +29,9 @@ CASES = [
 ]
 
 
-# Kernels that keep in fp32 what the reference rounds between its steps, so that the two may lie one
-# rounding apart each: the norm in front of a product; scores as probabilities.
-LOOSER_ON_A_GPU = {"fused_linear": 2.0, "paged_attention": 2.0}
+# Kernels that keep in fp32 what the reference rounds: norm, product, gate and sum; probabilities.
+# The two may lie one rounding apart for each, and one for the result.
+LOOSER_ON_A_GPU = {"fused_linear": 5.0, "paged_attention": 2.0}
 
 
 def examples(op: OpSpec, dtype: torch.dtype, device: str) -> list[tuple[Any, ...]]:

@@ -167,6 +167,7 @@ def test_gpu_shared_prefix_equals_alone(compiled):
     assert same >= len(prompts) - 2, (same, len(prompts))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_gpu_steady_decode_never_synchronises(compiled):
     loop = compiled.loop
     for index, prompt in enumerate(prompts_of(21, 20, 30, 40)):

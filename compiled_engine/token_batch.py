@@ -1,0 +1,39 @@
+"""What one step gave, by columns: no Python object is made for a token until somebody looks at it.
+
+The loop fills it with a few array operations, whatever the number of rows; the engine process sends
+it on as it is; whoever needs single events iterates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from compiled_engine.request import FinishReason, TokenEvent
+
+
+class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
+    """One token each of N requests. Columns are little-endian int64 of N places.
+
+    Attributes:
+        request_ids: the requests' own ids.
+        token_ids: the new tokens.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        ends: place -> why the request at that place ended.
+    """
+
+    request_ids: bytes = b""
+    token_ids: bytes = b""
+    num_cached_tokens: bytes = b""
+    ends: dict[int, FinishReason] = {}
+
+    def __len__(self) -> int:
+        return len(self.request_ids) // np.dtype("<i8").itemsize
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        columns = (self.request_ids, self.token_ids, self.num_cached_tokens)
+        rows = zip(*(np.frombuffer(c, "<i8").tolist() for c in columns), strict=True)
+        for place, (request_id, token_id, num_cached) in enumerate(rows):
+            yield TokenEvent(request_id, [token_id], self.ends.get(place), num_cached)
