@@ -29,7 +29,7 @@ from compiled_engine.outbox import (
 )
 from compiled_engine.prefix_guess import PrefixGuess
 from compiled_engine.request import FinishReason, ModelLimits, Request, TokenEvent
-from compiled_engine.sampler import Variant, build_param_inbox, variant_of
+from compiled_engine.sampler import ParamInbox, Variant, build_param_inbox, variant_of
 from compiled_engine.scheduler.advance import (
     COUNT_CACHED_PAGES,
     COUNT_DECODE_ROWS,
@@ -41,14 +41,17 @@ from compiled_engine.scheduler.advance import (
     COUNT_WAITING_ROWS,
     COUNT_WANTED_TOKENS,
 )
-from compiled_engine.scheduler.inbox import InboxBuilder, SubmitEntry
+from compiled_engine.scheduler.inbox import Inbox, InboxBuilder, SubmitEntry
 from compiled_engine.scheduler.prefix import forget_all
+from compiled_engine.seats import SeatColumns
 from compiled_engine.step import StepExecutor, StepKey
 from compiled_engine.step_times import StepTimes
 from compiled_engine.token_batch import TokenBatch
 
 # Steps of one loop on the device at most: how long a new request can wait for its end.
 LOOP_STEPS = 32
+# The later ones can do all that the earlier ones can.
+_VARIANTS = tuple(reversed(Variant))
 
 
 @dataclass
@@ -64,21 +67,6 @@ class _Seat:
     variant: Variant
     num_prompt: int
     is_over: bool = False  # finished or aborted: no more events
-
-
-class _SeatColumns:
-    """What the reader of records needs of every seat, by row."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.gens = np.zeros(num_rows, np.int64)  # 0 = no seat
-        self.request_ids = np.zeros(num_rows, "<i8")
-        self.num_tokens = np.zeros(num_rows, np.int64)  # generated
-        self.is_over = np.zeros(num_rows, np.bool_)
-
-    def take(self, row: int, gen: int, request_id: int) -> None:
-        """A request gets the row."""
-        self.gens[row], self.request_ids[row] = gen, request_id
-        self.num_tokens[row], self.is_over[row] = 0, False
 
 
 class _Launched(NamedTuple):
@@ -134,12 +122,13 @@ class StepLoop:
         self.is_overlapped = is_overlapped
         self.stats = LoopStats(num_pages_free=executor.shape.num_pages - 1)
         self.inbox = InboxBuilder(executor.shape)
-        self._no_params = build_param_inbox(executor.shape, [])  # most steps submit nothing
+        # Most steps hand nothing to the device.
+        self._no_entries = (self.inbox.take()[0], build_param_inbox(executor.shape, []))
         self._random = random.Random(seed)
         self._queue: deque[Request] = deque()
         self._free_rows = list(range(executor.shape.max_rows - 1, -1, -1))
         self._gens = [0] * executor.shape.max_rows
-        self._columns = _SeatColumns(executor.shape.max_rows)
+        self._columns = SeatColumns(executor.shape.max_rows)
         self._seats: dict[int, _Seat] = {}  # by row
         self._num_live = 0  # seats whose request is not over
         self._num_by_variant = [0] * len(Variant)  # seats
@@ -225,8 +214,7 @@ class StepLoop:
             return self.overlap_loop()
         if self.executor.outbox.num_unread:
             return self._read()  # a loop starts with nothing unread
-        variant = next((v for v in reversed(Variant) if self._num_by_variant[v]), Variant.GREEDY)
-        key = self.executor.key_of(self._num_live, variant, is_mixed=False)
+        key = self.executor.key_of(self._num_live, self._variant, is_mixed=False)
         self.executor.launch_loop(key, max_steps=LOOP_STEPS, has_waiting=self.num_waiting > 0)
         self._is_looping = True
         return TokenBatch()
@@ -270,6 +258,15 @@ class StepLoop:
     def _launch(self) -> None:
         self._seat_requests()
         has_entries = not self.inbox.is_empty
+        inbox, param_inbox = self._take_entries() if has_entries else self._no_entries
+        key = self._choose_step(self._variant)
+        self.executor.launch(inbox, param_inbox, key, has_entries=has_entries)
+        spare = max(0, key.num_tokens - self._num_live)
+        self._unread.append(_Launched(key, spare, time.perf_counter()))
+        self.stats.num_steps += 1
+
+    def _take_entries(self) -> tuple[Inbox, ParamInbox]:
+        """The next step's entries, and the sampling parameters of the requests submitted in it."""
         inbox, applied = self.inbox.take()
         submitted = [self._seats[entry.row] for entry in applied if isinstance(entry, SubmitEntry)]
         for seat in submitted:
@@ -277,15 +274,12 @@ class StepLoop:
                 salt = salt_of(seat.request.cache_salt)
                 self._guess.add(seat.row, seat.request.prompt_token_ids, salt)
         entries = [(s.row, s.request.params, s.seed, s.stop_ids) for s in submitted]
-        param_inbox = (
-            build_param_inbox(self.executor.shape, entries) if entries else self._no_params
-        )
-        variant = next((v for v in reversed(Variant) if self._num_by_variant[v]), Variant.GREEDY)
-        key = self._choose_step(variant)
-        self.executor.launch(inbox, param_inbox, key, has_entries=has_entries)
-        spare = max(0, key.num_tokens - self._num_live)
-        self._unread.append(_Launched(key, spare, time.perf_counter()))
-        self.stats.num_steps += 1
+        return inbox, build_param_inbox(self.executor.shape, entries)
+
+    @property
+    def _variant(self) -> Variant:
+        """The sampler that serves every seat."""
+        return next((v for v in _VARIANTS if self._num_by_variant[v]), Variant.GREEDY)
 
     def _seat_requests(self) -> None:
         """Gives free rows to queued requests, in order of priority, then arrival."""
@@ -343,6 +337,8 @@ class StepLoop:
         executor = self.executor
         if executor.reads_plans:
             return executor.key_of(executor.buckets[-1], variant, is_mixed=True)
+        if not self._unstarted and self._num_waiting_rows == 0:
+            return executor.key_of(self._num_live, variant, is_mixed=False)
         wanted, resident, num_waiting = self._num_live, 0, 0
         if self._newest is not None:
             counts = self._newest.counts
@@ -375,19 +371,28 @@ class StepLoop:
         return self._take_record(record)
 
     def _take_record(self, record: HostRecord) -> TokenBatch:
-        """Array operations for all rows; single seats only where one starts, ends or is left."""
         self._newest = record
         self._count(record)
-        rows, columns = record.rows[:-1], self._columns
-        flags = rows[:, COLUMN_FLAGS]
+        started = self._columns.started()
+        news = record.rows[started.rows]
+        is_steady = len(news) == len(self._seats) and (news[:, :2] == started.expected).all()
+        if not is_steady:
+            return self._take_changes(record.rows[:-1])
+        # Every seat gained a token and nothing else happened.
+        self.stats.num_generated_tokens += len(news)
+        tokens, cached = news[:, COLUMN_TOKEN].tobytes(), news[:, COLUMN_CACHED].tobytes()
+        return TokenBatch(started.request_ids, tokens, cached)
+
+    def _take_changes(self, rows: np.ndarray) -> TokenBatch:
+        """Array operations for all rows; single seats only where one starts, ends or is left."""
+        columns, flags = self._columns, rows[:, COLUMN_FLAGS]
         # Rows whose generation differs have not seen their submit yet.
         is_known = (columns.gens > 0) & (rows[:, COLUMN_GEN] == columns.gens)
         emitted = np.nonzero(is_known & ~columns.is_over & ((flags & FLAG_EMITTED) != 0))[0]
         free = np.nonzero(is_known & ((flags & FLAG_FREE) != 0))[0]
-        news = rows[emitted]
-        for place in np.nonzero(columns.num_tokens[emitted] == 0)[0].tolist():
+        request_ids, news = columns.request_ids[emitted].tobytes(), rows[emitted]
+        for place in np.nonzero(~columns.has_started[emitted])[0].tolist():
             self._start(self._seats[int(emitted[place])], int(news[place, COLUMN_CACHED]))
-        columns.num_tokens[emitted] += 1
         self.stats.num_generated_tokens += len(emitted)
         ends: dict[int, FinishReason] = {}
         for place in np.nonzero(news[:, COLUMN_FLAGS] & FLAG_FINISHED)[0].tolist():
@@ -397,12 +402,8 @@ class StepLoop:
             ends[place] = "stop" if is_stop else "length"
         for row in free.tolist():
             self._leave(self._seats[row])
-        return TokenBatch(
-            columns.request_ids[emitted].tobytes(),
-            news[:, COLUMN_TOKEN].tobytes(),
-            news[:, COLUMN_CACHED].tobytes(),
-            ends,
-        )
+        tokens, cached = news[:, COLUMN_TOKEN].tobytes(), news[:, COLUMN_CACHED].tobytes()
+        return TokenBatch(request_ids, tokens, cached, ends)
 
     def _note_time(self, launched: _Launched) -> None:
         """Learns what a step took, where the device had no pause before it."""
@@ -422,6 +423,7 @@ class StepLoop:
 
     def _start(self, seat: _Seat, num_cached: int) -> None:
         """The seat's first token is there."""
+        self._columns.start(seat.row)
         self._unstarted.pop(seat.row, None)
         self._guess.leave(seat.row)
         self.stats.num_prompt_tokens += seat.num_prompt
@@ -429,7 +431,8 @@ class StepLoop:
 
     def _end(self, seat: _Seat) -> None:
         """No more events for the seat's request."""
-        seat.is_over = self._columns.is_over[seat.row] = True
+        seat.is_over = True
+        self._columns.end(seat.row)
         self._num_live -= 1
         self._unstarted.pop(seat.row, None)
         self._guess.leave(seat.row)
@@ -437,7 +440,7 @@ class StepLoop:
     def _leave(self, seat: _Seat) -> None:
         assert seat.is_over, f"row {seat.row} is free while its request runs"
         del self._seats[seat.row]
-        self._columns.gens[seat.row] = 0
+        self._columns.leave(seat.row)
         self._num_by_variant[seat.variant] -= 1
         self._seat_of.pop(seat.request.request_id, None)
         self._free_rows.append(seat.row)

@@ -6,6 +6,7 @@ its size; `--cudagraph-mode none` launches the same functions one by one, which 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -148,7 +149,7 @@ class StepExecutor:
         """The smallest bucket that holds `num_tokens`, the largest if none does; 0 for none."""
         if num_tokens == 0:
             return 0
-        return next((b for b in self.buckets if b >= num_tokens), self.buckets[-1])
+        return self.buckets[min(bisect_left(self.buckets, num_tokens), len(self.buckets) - 1)]
 
     # --- loops on the device --------------------------------------------------------------
 

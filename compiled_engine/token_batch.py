@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 
 from compiled_engine.request import FinishReason, TokenEvent
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One token each of N requests. Columns are little-endian int64 of N places.
+    """One token each of N requests. Columns are int64 of N places, in the machine's byte order.
 
     Attributes:
         request_ids: the requests' own ids.
@@ -30,10 +29,10 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
     ends: dict[int, FinishReason] = {}
 
     def __len__(self) -> int:
-        return len(self.request_ids) // np.dtype("<i8").itemsize
+        return len(memoryview(self.request_ids).cast("q"))
 
     def __iter__(self) -> Iterator[TokenEvent]:
         columns = (self.request_ids, self.token_ids, self.num_cached_tokens)
-        rows = zip(*(np.frombuffer(c, "<i8").tolist() for c in columns), strict=True)
+        rows = zip(*(memoryview(column).cast("q").tolist() for column in columns), strict=True)
         for place, (request_id, token_id, num_cached) in enumerate(rows):
             yield TokenEvent(request_id, [token_id], self.ends.get(place), num_cached)

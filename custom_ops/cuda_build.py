@@ -199,11 +199,7 @@ class Kernel:
         self._function = driver.CUfunction(int(kernel))
         self._launch = driver.cuLaunchKernelEx
         if shared_bytes:
-            # Without it, static and dynamic shared memory together may not pass 48 KiB.
-            attribute = driver.CUfunction_attribute
-            limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            device = _check(driver.cuDeviceGet(torch.cuda.current_device()))
-            _check(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, device))
+            _allow_shared(kernel, shared_bytes)
         config = driver.CUlaunchConfig()
         config.gridDimX = config.gridDimY = config.gridDimZ = 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -223,6 +219,19 @@ class Kernel:
         self._config.hStream = torch.cuda.current_stream().cuda_stream
         self._params[0] = ctypes.addressof(args)
         _check(self._launch(self._config, self._function, ctypes.addressof(self._params), 0))
+
+
+def _allow_shared(kernel: Any, shared_bytes: int) -> None:
+    """Lets a kernel have that much dynamic shared memory; by itself it may not pass 48 KiB.
+
+    The limit belongs to the kernel, which several launch configurations may share: it only grows.
+    """
+    from cuda.bindings import driver
+
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    device = _check(driver.cuDeviceGet(torch.cuda.current_device()))
+    if _check(driver.cuKernelGetAttribute(limit, kernel, device)) < shared_bytes:
+        _check(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, device))
 
 
 @functools.cache

@@ -41,7 +41,7 @@ class Layer:
     lazily: tuple[str, ...] = ()
 
 
-BASE = ("errors", "config", "request", "counters")
+BASE = ("errors", "config", "request", "token_batch", "counters")
 TEXT = ("ipc", "tokenizer", "detokenizer", "chat_template")
 # The first row that matches a module is its row.
 LAYERS: tuple[Layer, ...] = (
@@ -69,6 +69,7 @@ LAYERS: tuple[Layer, ...] = (
         (
             "pieces",
             "prefix_guess",
+            "seats",
             "upload",
             "step",
             "step_times",

@@ -47,7 +47,7 @@ class StepGraphs:
         self._graphs: dict[Hashable, list[torch.cuda.CUDAGraph]] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._addresses = addresses
-        self._seen: dict[str, int] = addresses() if addresses else {}
+        self._seen: dict[str, int] = {}
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._replays
@@ -58,6 +58,8 @@ class StepGraphs:
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
         """Records what `function` launches under `key`. It has run at least once before."""
         assert key not in self._replays, f"{key} was captured already"
+        if self._addresses is not None and not self._seen:
+            self._seen = self._addresses()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         segments = _Segments(self.split_ops, self._pool, self._buffers)
@@ -80,7 +82,7 @@ class StepGraphs:
         return graph
 
     def check_addresses(self) -> None:
-        """Raises AssertionError if a tensor the graphs rely on has moved since construction."""
+        """Raises AssertionError if a tensor the graphs rely on moved since the first capture."""
         assert self._addresses is not None
         now = self._addresses()
         moved = [name for name, address in now.items() if self._seen.get(name) != address]

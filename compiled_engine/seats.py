@@ -1,0 +1,58 @@
+"""What the loop must know of every seat to read a step's record, as arrays by row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from compiled_engine.outbox import FLAG_EMITTED
+
+
+class Started(NamedTuple):
+    """Seats that have their first token and run on."""
+
+    rows: np.ndarray  # [N]
+    expected: np.ndarray  # [N, 2]: generation, and the flags of a row that gained a token
+    request_ids: bytes
+
+
+class SeatColumns:
+    """What the reader of records needs of every seat, by row."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.gens = np.zeros(num_rows, np.int64)  # 0 = no seat
+        self.request_ids = np.zeros(num_rows, np.int64)
+        self.has_started = np.zeros(num_rows, np.bool_)
+        self.is_over = np.zeros(num_rows, np.bool_)
+        self._started: Started | None = None
+
+    def take(self, row: int, gen: int, request_id: int) -> None:
+        """A request gets the row."""
+        self.gens[row], self.request_ids[row] = gen, request_id
+        self.has_started[row] = self.is_over[row] = False
+        self._started = None
+
+    def start(self, row: int) -> None:
+        """The row's request has its first token."""
+        self.has_started[row] = True
+        self._started = None
+
+    def end(self, row: int) -> None:
+        """The row's request is over."""
+        self.is_over[row] = True
+        self._started = None
+
+    def leave(self, row: int) -> None:
+        """The row is free."""
+        self.gens[row] = 0
+        self._started = None
+
+    def started(self) -> Started:
+        """Kept until a seat changes: most steps ask for the same."""
+        if self._started is None:
+            rows = np.nonzero(self.has_started & ~self.is_over & (self.gens > 0))[0]
+            flags = np.full(len(rows), FLAG_EMITTED)
+            expected = np.stack((self.gens[rows], flags), 1)
+            self._started = Started(rows, expected, self.request_ids[rows].tobytes())
+        return self._started
