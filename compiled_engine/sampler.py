@@ -143,7 +143,7 @@ def sample(
     if variant == Variant.FULL:
         scores = logits[:, :vocab_size].float()
         scores = _penalise(shape, state, params, scores, seq_rows.long())
-    # On a GPU the op, two kernels; on a CPU its body, so that the compiler sees into it.
+    # On a GPU the op, one or two kernels; on a CPU its body, so that the compiler sees into it.
     sample_rows = torch.ops.ce.sample_rows.default if logits.is_cuda else sample_rows_reference
     floats = params.floats
     tokens, is_stop = sample_rows(

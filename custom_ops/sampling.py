@@ -101,6 +101,13 @@ class RowSettings(NamedTuple):
     position: Tensor  # i32 or i64, tokens before the drawn one
 
 
+class Places(NamedTuple):
+    """Where settings are read and results written: row of each place [S], stop ids [R, n]."""
+
+    rows: Tensor
+    stop_ids: Tensor
+
+
 def choose(scores: Tensor, settings: RowSettings, is_greedy: bool) -> Tensor:
     """Reference of the choice: scores [S, vocab] fp32 to token ids [S] i64."""
     chosen = scores.argmax(-1)

@@ -1,7 +1,8 @@
-"""Launchers of the sampling kernels: `sample_tokens` and `sample_rows` on CUDA, two kernels a call.
+"""Launchers of the sampling kernels: `sample_tokens` and `sample_rows` on CUDA.
 
-The first kernel reads every tile of every row once, on all of the device; the second finishes a
-place a program.
+Two Triton kernels a call: the first reads every tile of every row once, on all of the device; the
+second finishes a place a program. Where the device has clusters, steps that are not all greedy go
+to the one kernel of `sampling_cluster` instead, which needs far less time for top-k and top-p.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
+from compiled_engine.custom_ops import sampling_cluster
 from compiled_engine.custom_ops.sampling import (
+    Places,
     RowSettings,
     sample_rows_reference,
     sample_tokens_reference,
@@ -46,13 +49,6 @@ class Config(NamedTuple):
     keep: int = 1024
     finish_warps: int = 16
     min_tiles: int = 256
-
-
-class Places(NamedTuple):
-    """Where settings are read and results written: row of each place [S], stop ids [R, n]."""
-
-    rows: Tensor
-    stop_ids: Tensor
 
 
 def unsupported_reason(logits: Tensor, settings: RowSettings, places: Places | None) -> str | None:
@@ -99,7 +95,7 @@ def sample_tokens(
     settings = RowSettings(temperature, top_k, top_p, min_p, seed, position)
     if unsupported_reason(logits, settings, None) is not None:
         return sample_tokens_reference(logits, *settings, vocab_size, is_greedy)
-    return launch(logits, settings, None, vocab_size, is_greedy)[0]
+    return _run(logits, settings, None, vocab_size, is_greedy)[0]
 
 
 def sample_rows(
@@ -120,8 +116,16 @@ def sample_rows(
     places = Places(rows, stop_ids)
     if unsupported_reason(logits, settings, places) is not None:
         return sample_rows_reference(logits, *settings, *places, vocab_size, is_greedy)
-    tokens, stops = launch(logits, settings, places, vocab_size, is_greedy)
+    tokens, stops = _run(logits, settings, places, vocab_size, is_greedy)
     return tokens[:, None], stops[:, None]
+
+
+def _run(
+    logits: Tensor, settings: RowSettings, places: Places | None, vocab_size: int, is_greedy: bool
+) -> tuple[Tensor, Tensor]:
+    if not is_greedy and sampling_cluster.is_served(logits, vocab_size):
+        return sampling_cluster.launch(logits, settings, places, vocab_size)
+    return launch(logits, settings, places, vocab_size, is_greedy)
 
 
 def launch(

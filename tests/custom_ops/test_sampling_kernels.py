@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_engine.custom_ops.sampling import (
     RowSettings,
@@ -36,15 +37,26 @@ def random_settings(rows: int) -> RowSettings:
     return RowSettings(temperature, top_k, top_p, min_p, seed, torch.arange(rows, device="cuda"))
 
 
+def tokens_by_op(logits: Tensor, settings: RowSettings, vocab: int, is_greedy: bool) -> Tensor:
+    return torch.ops.ce.sample_tokens.default(logits, *settings, vocab, is_greedy)
+
+
+def tokens_by_triton(logits: Tensor, settings: RowSettings, vocab: int, is_greedy: bool) -> Tensor:
+    from compiled_engine.custom_ops import sampling_triton
+
+    return sampling_triton.launch(logits, settings, None, vocab, is_greedy)[0]
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens_of", [tokens_by_op, tokens_by_triton])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("rows", [1, 3, 64, 256])
 @pytest.mark.parametrize("vocab", [50, 32017, 151669])
-def test_tokens_equal_the_reference(vocab, rows, dtype):
+def test_tokens_equal_the_reference(vocab, rows, dtype, tokens_of):
     logits = (torch.randn(rows, vocab + 267, device="cuda") * 3).to(dtype)
     settings = random_settings(rows)
     for is_greedy in (False, True):
-        got = torch.ops.ce.sample_tokens.default(logits, *settings, vocab, is_greedy)
+        got = tokens_of(logits, settings, vocab, is_greedy)
         expected = sample_tokens_reference(logits, *settings, vocab, is_greedy)
         # Two noisy logits may be equal up to rounding, or a sum of weights reach top-p by it.
         num_different = int((got != expected).sum())

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from compiled_engine.custom_ops import logprobs_triton, sampling_triton
 from compiled_engine.custom_ops.sampling import (
+    Places,
     RowSettings,
     sample_rows_reference,
     sample_tokens_reference,
     top_logprobs_reference,
 )
-from compiled_engine.custom_ops.sampling_triton import Config, Places
+from compiled_engine.custom_ops.sampling_triton import Config
 from tests.helpers.interpreted import readable_loop_bounds
 
 # Small enough that a vocabulary of some hundred has many tiles, passes and full lanes.
