@@ -67,6 +67,9 @@ class RecordQueue(ABC):
     Args:
         num_rows: R + 1.
         device: where steps run.
+
+    Attributes:
+        waited_s: seconds that `read` has waited for records, in all.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -77,6 +80,7 @@ class RecordQueue(ABC):
         self._views = (self._rows.numpy(), self._counts.numpy())  # the same memory
         self._num_written = 0
         self._num_read = 0
+        self.waited_s = 0.0
 
     def _host_zeros(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64, pin_memory=self._is_cuda)
@@ -98,7 +102,9 @@ class RecordQueue(ABC):
     def read(self) -> HostRecord:
         """The oldest unread record. Blocks until it is there."""
         assert self.num_unread > 0, "no record to read"
+        start = time.perf_counter()
         self._wait(self._num_read)
+        self.waited_s += time.perf_counter() - start
         slot = self._num_read % RING_RECORDS
         self._num_read += 1
         return self._record_in(slot)
