@@ -11,6 +11,8 @@ the product with the values of one block runs under the softmax of the next.
 
 Items are drawn tile by tile for one head group at a time, `chunk` tiles long: programs that run at
 the same time read the same keys, and within a chunk the list's order (heaviest first) is kept.
+Where there are fewer items than programs, the keys of an item are cut into parts that are drawn
+like items (`attention_tiles_hopper_split`) and added up (`attention_tiles_hopper_merge`).
 """
 
 from __future__ import annotations
@@ -31,17 +33,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from compiled_engine.custom_ops.attention_tiles import CHUNK, TileWork, num_programs
 from compiled_engine.custom_ops.attention_tiles_hopper_load import (
     HEADS,
+    HIGH,
     ITEM_EMPTY,
     ITEM_FULL,
+    ITEM_SLOTS,
     K_EMPTY,
     K_FULL,
     LENGTH,
+    LOW,
     NUM_TOKENS,
     PANEL,
     POSITION,
     Q_EMPTY,
     Q_FULL,
     ROWS,
+    SHARE,
     TOKEN,
     TURN,
     V_EMPTY,
@@ -50,11 +56,25 @@ from compiled_engine.custom_ops.attention_tiles_hopper_load import (
     TileConfig,
     load_items,
     recall,
-    seen_blocks,
+)
+from compiled_engine.custom_ops.attention_tiles_hopper_merge import (
+    HALF,
+    HEAD,
+    NEGATIVE,
+    add_parts,
+    add_sinks,
+    finite,
+    leave_part,
+    store,
+)
+from compiled_engine.custom_ops.attention_tiles_hopper_split import (
+    MAX_PARTS,
+    MAX_TILES,
+    WHOLE,
+    most_parts,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
-NEGATIVE = gl.constexpr(float("-inf"))
 
 
 @gluon.jit
@@ -84,12 +104,6 @@ def _mask(
     if C.has_window:
         seen = seen & (key[None, :] > row_position[:, None] - window)
     return gl.where(seen, s, NEGATIVE)
-
-
-@gluon.jit
-def _finite(m: gl.tensor) -> gl.tensor:
-    """0 for a row that has seen no key yet, so that no difference of infinities arises."""
-    return gl.where(m == NEGATIVE, 0.0, m)
 
 
 @gluon.jit
@@ -125,30 +139,8 @@ def _first_block(
     mbarrier.arrive(k_empty, count=1)
     s = _mask(_scores(s, factors, C), high, row_position, window, C)
     m = gl.max(s, 1)
-    p = gl.exp2(s * factors[0] - (_finite(m) * factors[0])[:, None])
+    p = gl.exp2(s * factors[0] - (finite(m) * factors[0])[:, None])
     return m, gl.sum(p, 1), p
-
-
-@gluon.jit
-def _store(
-    out: gl.tensor,
-    acc: gl.tensor,
-    token: gl.tensor,
-    num_tokens: gl.tensor,
-    head: gl.tensor,
-    side: gl.constexpr,
-    stride_t: gl.tensor,
-    stride_h: gl.tensor,
-    dtype: gl.constexpr,
-    C: gl.constexpr,
-) -> None:
-    layout: gl.constexpr = acc.type.layout
-    row = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, layout))
-    mine = side * (ROWS // 2 // C.folded) + row // C.folded
-    at = out + (token + mine).to(gl.int64) * stride_t + (head + row % C.folded) * stride_h
-    column = gl.arange(0, C.head_dim, layout=gl.SliceLayout(0, layout))
-    inside = (mine < num_tokens)[:, None] & (column >= 0)[None, :]
-    gl.store(at[:, None] + column[None, :], acc.to(dtype), mask=inside)
 
 
 @gluon.jit
@@ -189,7 +181,7 @@ def _start_products(
 def _soften(s: gl.tensor, m: gl.tensor, total: gl.tensor, factors: gl.tensor) -> gl.tensor:
     """Row maxima and sums with one more block; what older sums shrink by, and its weights."""
     m_new = gl.maximum(m, gl.max(s, 1))
-    m_scaled = _finite(m_new) * factors[0]
+    m_scaled = finite(m_new) * factors[0]
     shrink = gl.exp2(m * factors[0] - m_scaled)
     p = gl.exp2(s * factors[0] - m_scaled[:, None])
     return m_new, total * shrink + gl.sum(p, 1), shrink, p
@@ -214,22 +206,25 @@ def _attend_item(
     k: gl.tensor,
     v: gl.tensor,
     v_pages: gl.tensor,
+    item: gl.tensor,
     bars: gl.tensor,
     num_items: gl.tensor,
     step: gl.tensor,
     turn: gl.tensor,
-    description: gl.tensor,
+    slot: gl.tensor,
     window: gl.tensor,
     factors: gl.tensor,
     C: gl.constexpr,
 ) -> gl.tensor:
     """One item's rows of one consumer: sums [64, head_dim], row maxima and row sums."""
-    num_tokens, position, length = description
+    position = recall(item, slot, POSITION)
+    num_tokens = recall(item, slot, NUM_TOKENS)
+    low = recall(item, slot, LOW)
+    high = recall(item, slot, HIGH)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.head_dim, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     zero = warpgroup_mma_init(gl.full([ROWS // 2, C.block], 0.0, gl.float32, s_layout))
-    low, high = seen_blocks(position, num_tokens, window, C)
     row = gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, s_layout))
     row_position = position + side * (ROWS // 2 // C.folded) + row // C.folded
     stage, phase = _place_of(step, C)
@@ -243,7 +238,7 @@ def _attend_item(
     )
     weights = gl.convert_layout(p.to(q.dtype), p_layout)
     acc = gl.full([ROWS // 2, C.head_dim], 0.0, gl.float32, o_layout)
-    valid = length - high * C.block
+    valid = recall(item, slot, LENGTH) - high * C.block
     if (valid < C.block) & (valid % C.page_size != 0):
         mbarrier.wait(bars[V_FULL].index(stage), phase)
         _clear_tail(v_pages, stage, valid, C)
@@ -287,6 +282,7 @@ def _attend(
     bars: gl.tensor,
     out: gl.tensor,
     sinks: gl.tensor,
+    scratch: gl.tensor,
     strides: gl.tensor,
     window: gl.tensor,
     factors: gl.tensor,
@@ -302,39 +298,42 @@ def _attend(
     step = 0
     turn = 0
     mbarrier.wait(bars[ITEM_FULL].index(0), 0)
-    num_tokens = recall(item, 0, NUM_TOKENS)
-    while num_tokens > 0:
-        slot = num_items & 1
-        position = recall(item, slot, POSITION)
-        token = recall(item, slot, TOKEN)
-        head = recall(item, slot, HEADS) * C.folded
-        length = recall(item, slot, LENGTH)
-        mbarrier.arrive(bars[ITEM_EMPTY].index(slot), count=1)
+    while recall(item, num_items % ITEM_SLOTS, NUM_TOKENS) > 0:
+        slot = num_items % ITEM_SLOTS
         acc, m, total, step, turn = _attend_item(
             side,
             q,
             k,
             v,
             v_smem,
+            item,
             bars,
             num_items,
             step,
             turn,
-            (num_tokens, position, length),
+            slot,
             window,
             factors,
             C,
         )
-        if C.has_sinks:
-            row = gl.arange(0, ROWS // 2, layout=m.type.layout)
-            sink = gl.load(sinks + head + row % C.folded).to(gl.float32)
-            total += gl.exp2(sink * LOG2E - _finite(m) * factors[0])
-        o_layout: gl.constexpr = acc.type.layout
-        acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
-        _store(out, acc, token, num_tokens, head, side, strides[0], strides[1], q_smem.dtype, C)
+        # Read only now: there are no registers to keep it in while the item's blocks are taken.
+        num_tokens = recall(item, slot, NUM_TOKENS)
+        token = recall(item, slot, TOKEN)
+        head = recall(item, slot, HEADS) * C.folded
+        share = recall(item, slot, SHARE)
+        mbarrier.arrive(bars[ITEM_EMPTY].index(slot), count=1)
+        place = (side, token, num_tokens, head)
+        if share == WHOLE:
+            total = add_sinks(total, m, sinks + head, factors[0], C)
+            o_layout: gl.constexpr = acc.type.layout
+            acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
+            store(out, acc, place, strides, q_smem.dtype, C)
+        else:
+            if leave_part(acc, m, total, scratch, share, place, C):
+                add_parts(scratch, share, out, sinks, place, strides, factors[0], q_smem.dtype, C)
         num_items += 1
-        mbarrier.wait(bars[ITEM_FULL].index(num_items & 1), (num_items >> 1) & 1)
-        num_tokens = recall(item, num_items & 1, NUM_TOKENS)
+        next_slot = num_items % ITEM_SLOTS
+        mbarrier.wait(bars[ITEM_FULL].index(next_slot), num_items // ITEM_SLOTS & 1)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "row_past_end", "window"])
@@ -349,7 +348,7 @@ def tiles_kernel(
     tile_seq: gl.tensor,
     tile_start: gl.tensor,
     num_tiles: gl.tensor,
-    counter: gl.tensor,
+    scratch: gl.tensor,
     out: gl.tensor,
     sinks: gl.tensor,
     table_stride: gl.tensor,
@@ -374,13 +373,15 @@ def tiles_kernel(
         ),
         gl.allocate_shared_memory(dtype, [parts, C.page_size, PANEL], flat),
         gl.allocate_shared_memory(dtype, [parts, C.page_size, PANEL], flat),
-        gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(
+            gl.int32, [ITEM_SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ),
     )
     bars = (
         _barriers(C.query_stages, 1),
         _barriers(C.query_stages, 2),
-        _barriers(2, 1),
-        _barriers(2, 2),
+        _barriers(ITEM_SLOTS, 1),
+        _barriers(ITEM_SLOTS, 2),
         _barriers(C.stages, 1),
         _barriers(C.stages, 2),
         _barriers(C.stages, 1),
@@ -388,16 +389,17 @@ def tiles_kernel(
         _barriers(2, 1),
     )
     fence_async_shared()
+    ends = gl.allocate_shared_memory(gl.int32, [MAX_TILES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     strides = (stride_t, stride_h)
     factors = (log_scale, cap_scale, cap)
     lists = (tile_seq, tile_start, seq_rows, seq_lens, starts)
     descs = (q_desc, k_desc, v_desc)
     paging = (table, table_stride, row_past_end)
-    work = (num_tiles, counter)
+    work = (num_tiles, scratch, ends)
     gl.warp_specialize(
         [
-            (_attend, (0, buffers, bars, out, sinks, strides, window, factors, flat, C)),
-            (_attend, (1, buffers, bars, out, sinks, strides, window, factors, flat, C)),
+            (_attend, (0, buffers, bars, out, sinks, scratch, strides, window, factors, flat, C)),
+            (_attend, (1, buffers, bars, out, sinks, scratch, strides, window, factors, flat, C)),
             (load_items, (descs, buffers, bars, lists, paging, work, window, C)),
         ],
         [4, 1],
@@ -432,16 +434,27 @@ def _pages_of(cache: Tensor, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
     return TensorDescriptor(cache, [num_pages * page_size, width], [width, 1], block, layout)
 
 
+def _scratch(work: TileWork, programs: int) -> Tensor:
+    """What parts of items leave, behind the counters, which are zeros."""
+    places = work.tile_seq.shape[0] * work.num_groups
+    parts = min(most_parts(programs), places * MAX_PARTS.value)
+    assert 2 * parts < HEAD.value, f"{programs} programs have more than {HEAD.value} counters"
+    words = HEAD.value + parts * 2 * HALF.value * (work.q.shape[2] + 2)
+    scratch = torch.empty(words, dtype=torch.float32, device=work.q.device)
+    scratch[: 1 + 2 * parts].zero_()
+    return scratch
+
+
 def launch_hopper(work: TileWork, config: TileConfig | None = None) -> None:
     """Launches the kernel on the current stream; `config` replaces the default choice."""
     config = config or config_of(work)
     q, cache = work.q, work.k_cache
     flat = gl.NVMMASharedLayout(128, 16, rank=2)
     query_block = [ROWS.value // 2 // config.folded, config.folded, PANEL.value]
-    tiles_kernel[(num_programs(q.device),)](
-        TensorDescriptor(
-            q, list(q.shape), list(q.stride()), query_block, gl.NVMMASharedLayout(128, 16, rank=3)
-        ),
+    queries = gl.NVMMASharedLayout(128, 16, rank=3)
+    programs = num_programs(q.device)
+    tiles_kernel[(programs,)](
+        TensorDescriptor(q, list(q.shape), list(q.stride()), query_block, queries),
         _pages_of(cache, flat),
         _pages_of(work.v_cache, flat),
         work.block_table,
@@ -451,7 +464,7 @@ def launch_hopper(work: TileWork, config: TileConfig | None = None) -> None:
         work.tile_seq,
         work.tile_start,
         work.num_tiles,
-        torch.zeros(1, dtype=torch.int32, device=q.device),
+        _scratch(work, programs),
         work.out,
         q if work.sinks is None else work.sinks,
         work.block_table.stride(0),

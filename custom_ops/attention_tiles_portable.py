@@ -73,9 +73,7 @@ def _key_blocks(
         shrink = tl.exp2(m * factors[0] - m_scaled)
         total = total * shrink + tl.sum(p, 1)
         v = tl.load(caches[1] + at[:, None] + column[None, :], mask=inside, other=0.0)
-        acc = tl.dot(
-            p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee"
-        )
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         m = m_new
     return m, total, acc
 
