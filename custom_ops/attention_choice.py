@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.attention_work import MAX_CANDIDATES
 from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits
+from compiled_engine.custom_ops.toolchain import has_nvrtc
 
 PAGE_SIZES = (16, 32, 64)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -90,11 +88,6 @@ CANDIDATES = (
 )
 
 
-@functools.cache
-def _has_nvrtc() -> bool:
-    return torch.version.hip is None and find_spec("cuda") is not None
-
-
 def attention_traits(q: Tensor, k_cache: Tensor, num_rows: int) -> dict[str, int]:
     """The traits of a call that `CANDIDATES` look at.
 
@@ -110,7 +103,7 @@ def attention_traits(q: Tensor, k_cache: Tensor, num_rows: int) -> dict[str, int
         "has_fp8_cache": int(k_cache.dtype == torch.float8_e4m3fn),
         "num_rows": num_rows,
         "group": q.shape[1] // k_cache.shape[2],
-        "has_nvrtc": int(_has_nvrtc()),
+        "has_nvrtc": int(has_nvrtc()),
         "arch": Target.of(q.device).arch,
     }
 

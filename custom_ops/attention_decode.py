@@ -87,7 +87,6 @@ def decode_config(
         rows=_power_of_two(group, 16),
         width=width,
         group_rows=_power_of_two(width * group, 16),
-        num_lanes=shape.num_lanes,
         lanes=starts["lanes"],
         units=starts["units"],
         has_groups=shape.max_group_units > 0,
@@ -242,8 +241,11 @@ def paged_attention_cuda(
     shape = work_shape(lanes, heads, *counts, is_decode=is_decode)
     regions = shape.split(work)  # also: the work list is of this step's sizes
     options = Options(scale, window, soft_cap, sinks)
-    decode = CudaDecode if name == "cuda" else DecodeCall
-    decode(q, (k_cache, v_cache), block_table, positions, work, shape, options).launch(out)
+    call = (q, (k_cache, v_cache), block_table, positions, work, shape, options)
+    if name == "cuda":
+        CudaDecode(*call).launch(out)
+    else:
+        DecodeCall(*call).launch(out)
     if not is_decode:
         from compiled_engine.custom_ops.attention_tiles import prefill_attention
 

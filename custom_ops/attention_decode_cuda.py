@@ -1,8 +1,20 @@
 """Launcher of the CUDA C++ decode kernel: attention of single tokens over the paged cache.
 
 One kernel a call: a block serves one lane of the work list and one KV head; what is cut between
-lanes is merged by the block that finishes last. Owns the variants of the kernel, its arguments and
+lanes is finished by the block that has the last segment, which may wait for blocks before it: these
+are placed first and wait for nobody behind them. Owns the variants of the kernel, its arguments and
 its scratch. The kernel is `csrc/attention/decode.cu`; what it works on comes from `attention_work`.
+
+What the kernel reads before it waits for the kernel in front of it (programmatic launch):
+
+- the work list and the block table. All kernels between `plan_kernel` and this one may have been
+  let in early, each when the one before it had begun, so none of them need be complete. But
+  `plan_kernel` lets nobody in early: the next kernel begins when it has ended, and this one later
+  still. Loads go past the first-level cache, which knows nothing of other multiprocessors.
+- KV of earlier steps (`EARLY_END`). `plan_kernel` waits before it ends, so all that was enqueued
+  before it, the whole step before included, is complete and visible: each kernel either waits in
+  the same way or was launched without the attribute, so completion reaches back without a gap. This
+  step's own KV is written by the kernel in front of this one, and is read after the wait.
 """
 
 from __future__ import annotations
@@ -15,7 +27,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.attention_work import KV_TILE, MERGE_FIELDS, UNIT_FIELDS, WorkShape
+from compiled_engine.custom_ops.attention_work import (
+    KV_TILE,
+    LANE_FIELDS,
+    SLOT_SIZE,
+    UNIT_FIELDS,
+    WorkShape,
+)
 from compiled_engine.custom_ops.cuda_build import (
     Kernel,
     arch_of,
@@ -28,11 +46,10 @@ KERNEL = "decode_attention"
 _LOG2E = 1.4426950408889634
 _WARPS = 4
 _CHUNK = 16
-_MAX_MEMBERS = 64
-# with fewer, a lane has few chunks, and shared memory is left for the next kernel
-_FEW_CANDIDATES = 4
+# more do not make it faster, and shared memory is left for the next kernel
+_MOST_STAGES = 2
 
-assert (UNIT_FIELDS, MERGE_FIELDS) == (12, 8), "the kernel mirrors these records"
+assert (LANE_FIELDS, UNIT_FIELDS) == (32, 16), "the kernel mirrors these records"
 
 
 class DecodeArgs(ctypes.Structure):
@@ -40,13 +57,12 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "block_table", "work")),
-        *((name, ctypes.c_void_p) for name in ("positions", "out", "partials", "sums", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("positions", "out", "partials", "sinks")),
         *((name, ctypes.c_int64) for name in ("table_stride", "q_token", "q_head")),
-        *((name, ctypes.c_int32) for name in ("num_tokens", "num_kv_heads", "group")),
-        *((name, ctypes.c_int32) for name in ("page_shift", "num_lanes", "width", "kv_tile")),
-        *((name, ctypes.c_int32) for name in ("lanes", "units", "members", "member_candidates")),
-        *((name, ctypes.c_int32) for name in ("merges", "counters", "window", "prefetch")),
-        ("is_early", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_kv_heads")),
+        *((name, ctypes.c_int32) for name in ("page_shift", "width", "kv_tile")),
+        *((name, ctypes.c_int32) for name in ("lanes", "units", "members", "counters", "slots")),
+        *((name, ctypes.c_int32) for name in ("window", "early", "prefetch", "is_early")),
         *((name, ctypes.c_float) for name in ("scale", "cap_in", "cap_out")),
     ]
 
@@ -58,12 +74,14 @@ class CudaTuning:
     Attributes:
         stages: chunks of 16 positions that a warp has on their way.
         resident: blocks a multiprocessor, for which registers are left.
-        prefetch: chunks a warp asks for in L2 before it waits for the kernel before.
+        early: chunks a warp copies before it waits for the kernel before, if its stages allow.
+        prefetch: chunks of a shared prefix after those that it then asks L2 for.
         is_early: whether the next kernel may be placed before this one has waited.
     """
 
     stages: int | None = None
     resident: int = 2
+    early: int = 3
     prefetch: int = 4
     is_early: bool = True
 
@@ -95,7 +113,7 @@ class Variant:
         """Of the compiler."""
         return (
             f"-DHEAD_DIM={self.head_dim}",
-            f"-DHEAD_TILES={_head_tiles(self.group)}",
+            f"-DGROUP={self.group}",
             f"-DSTAGES={self.stages}",
             f"-DRESIDENT={self.resident}",
             f"-DHAS_GROUPS={int(self.has_groups)}",
@@ -117,7 +135,7 @@ def _shared_bytes(head_dim: int, group: int, stages: int) -> int:
     """As `shared_places` in `csrc/attention/args.cuh` divides them."""
     ring = _WARPS * stages * 2 * _CHUNK * (2 * head_dim + 16)
     sums = _WARPS * (group * (head_dim + 4) + 2 * 8 * _head_tiles(group)) * 4
-    return ring + sums + _MAX_MEMBERS * 4
+    return ring + sums
 
 
 @functools.cache
@@ -128,11 +146,10 @@ def _shared_limits(device: torch.device) -> tuple[int, int]:
     return int(block), properties.shared_memory_per_multiprocessor
 
 
-def _stages(head_dim: int, group: int, num_candidates: int, limits: tuple[int, int]) -> int:
-    """Most stages, up to 3, with which two blocks share a multiprocessor; at least 1."""
-    wanted = 2 if num_candidates < _FEW_CANDIDATES else 3
+def _stages(head_dim: int, group: int, limits: tuple[int, int]) -> int:
+    """Most stages with which two blocks share a multiprocessor; at least 1."""
     block, whole = limits
-    for stages in range(wanted, 1, -1):
+    for stages in range(_MOST_STAGES, 1, -1):
         size = _shared_bytes(head_dim, group, stages)
         if size <= block and 2 * (size + 1024) <= whole:
             return stages
@@ -160,7 +177,7 @@ class CudaDecode:
         caches: k and v [num_pages, page_size, H_kv, D] of the same dtype, contiguous.
         block_table: [rows, max_pages_per_row] int32.
         positions: [T] int64.
-        work: the work list of `shape`; its counters are used and left at 0.
+        work: the work list of `shape`; its counters and slots are used and left at 0.
         shape: its sizes.
         options: how scores are made.
         tuning: launch settings.
@@ -181,6 +198,7 @@ class CudaDecode:
         assert block_table.dtype == torch.int32, f"the block table is {block_table.dtype}"
         assert positions.dtype == torch.int64, f"positions are {positions.dtype}, not int64"
         assert not any(c.data_ptr() % 16 for c in caches), "the KV cache is not aligned to 16 bytes"
+        assert q.shape[2] + 4 <= SLOT_SIZE, f"heads of {q.shape[2]} values have no slots"
         self.tuning = tuning or CudaTuning()
         # two values at a time are read
         is_paired = q.data_ptr() % 4 == q.stride(0) % 2 == q.stride(1) % 2 == 0
@@ -193,8 +211,8 @@ class CudaDecode:
         self.options = options
         self.sinks = None if options.sinks is None else options.sinks.float().contiguous()
         rows, heads, head_dim = shape.num_partial_rows, *q.shape[1:]
-        self.partials = torch.empty(rows, heads, head_dim, dtype=torch.float32, device=q.device)
-        self.sums = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+        # values, then the log2 of the sum of weights
+        self.partials = torch.empty(rows, heads, head_dim + 4, dtype=torch.float32, device=q.device)
 
     @property
     def grid(self) -> int:
@@ -208,7 +226,7 @@ class CudaDecode:
         return Variant(
             head_dim=head_dim,
             group=group,
-            stages=self.tuning.stages or _stages(head_dim, group, shape.num_candidates, limits),
+            stages=self.tuning.stages or _stages(head_dim, group, limits),
             resident=self.tuning.resident,
             has_groups=shape.max_group_units > 0,
             has_cap=self.options.soft_cap > 0,
@@ -218,7 +236,7 @@ class CudaDecode:
     def arguments(self, out: Tensor) -> DecodeArgs:
         """The kernel's argument."""
         options, shape, starts = self.options, self.shape, self.shape.starts
-        names = ("lanes", "units", "members", "member_candidates", "merges", "counters")
+        names = ("lanes", "units", "members", "counters", "slots")
         cap = options.soft_cap
         return DecodeArgs(
             q=self.q.data_ptr(),
@@ -229,19 +247,17 @@ class CudaDecode:
             positions=self.positions.data_ptr(),
             out=out.data_ptr(),
             partials=self.partials.data_ptr(),
-            sums=self.sums.data_ptr(),
             sinks=None if self.sinks is None else self.sinks.data_ptr(),
             table_stride=self.block_table.stride(0),
             q_token=self.q.stride(0),
             q_head=self.q.stride(1),
             num_tokens=self.q.shape[0],
             num_kv_heads=shape.num_kv_heads,
-            group=self.q.shape[1] // shape.num_kv_heads,
             page_shift=self.caches[0].shape[1].bit_length() - 1,
-            num_lanes=shape.num_lanes,
             width=shape.members_per_tile,
             kv_tile=KV_TILE,
             window=options.window,
+            early=self.tuning.early,
             prefetch=self.tuning.prefetch,
             is_early=self.tuning.is_early,
             scale=options.scale * _LOG2E,

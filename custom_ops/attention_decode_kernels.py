@@ -22,9 +22,11 @@ import triton.language as tl
 
 from compiled_engine.custom_ops.attention_work import (
     KV_TILE,
+    LANE_FIELDS,
     MERGE_FIELDS,
     UNIT_FIELDS,
     Header,
+    Lane,
     Merge,
     Unit,
 )
@@ -66,7 +68,6 @@ class DecodeConfig:
     rows: int
     width: int
     group_rows: int
-    num_lanes: int
     lanes: int
     units: int
     has_groups: bool
@@ -82,10 +83,12 @@ class DecodeConfig:
     early: bool
     pdl: bool
     kv_tile: int = KV_TILE
+    lane_fields: int = LANE_FIELDS
     unit_fields: int = UNIT_FIELDS
     merge_fields: int = MERGE_FIELDS
-    num_units: int = Header.NUM_UNITS
-    num_kv_tiles: int = Header.NUM_KV_TILES
+    lane_unit: int = Lane.UNIT
+    lane_tile: int = Lane.TILE
+    lane_stop: int = Lane.STOP
     num_real: int = Header.NUM_REAL
     tile_start: int = Unit.TILE_START
     num_tiles: int = Unit.NUM_TILES
@@ -356,11 +359,10 @@ def split_kernel(
     let_next_start(C.pdl and C.early)
     kv_head = tl.program_id(0) % C.num_kv_heads
     lane = tl.program_id(0) // C.num_kv_heads
-    num_tiles = tl.load(work + C.num_kv_tiles, cache_modifier=_FRESH)
-    share, extra = num_tiles // C.num_lanes, num_tiles % C.num_lanes
-    tile = lane * share + tl.minimum(lane, extra)
-    stop = tile + share + (lane < extra).to(tl.int32)
-    place = tl.load(work + C.lanes + lane, cache_modifier=_FRESH)
+    record = work + C.lanes + lane * C.lane_fields
+    tile = tl.load(record + C.lane_tile, cache_modifier=_FRESH)
+    stop = tl.load(record + C.lane_stop, cache_modifier=_FRESH)
+    place = tl.load(record + C.lane_unit, cache_modifier=_FRESH)
     unit = _load_unit(work, place, tile < stop, C)
     begin, end = _bounds(unit, tile, stop, window, C)
     pages = _load_pages(block_table, table_stride, unit[4], begin, end, _FRESH, C)

@@ -7,9 +7,15 @@ spelling is in `attention_work_spec`, the kernels are in `attention_work_triton`
 
 A *candidate* is what the decode kernel may serve: every token (`is_decode`), or every sequence with
 one query token. A *unit* is KV of one candidate, or the shared prefix of up to `members_per_tile`
-candidates. Units, cut into tiles of `KV_TILE` positions, stand in one line; *lane* l of L takes
-tiles `[l * n // L, ...)` of the n tiles (the first `n % L` lanes take one more), so a unit may be
-cut by lanes into segments, each of which leaves one partial result.
+candidates. Units, cut into tiles of `KV_TILE` positions, stand in one line, those of prefixes
+first; of the n tiles *lane* l of the L lanes in use takes `n // L` (the first `n % L` lanes one
+more), so a unit may be cut by lanes into segments, each of which leaves one partial result. Fewer
+lanes are in use where each would get less than `MIN_LANE_TILES`.
+
+A member of a prefix always has a position of its own: its own last one, which this step wrote.
+Pages of a prefix, and positions before a row's first token of the step, hold what earlier steps
+wrote (the scheduler shares a page only after the step that filled it), which `EARLY_END` tells the
+kernels: they may read that much before they wait for the kernel that writes this step's KV.
 """
 
 from __future__ import annotations
@@ -23,8 +29,11 @@ from torch import Tensor
 
 from compiled_engine.custom_ops.attention_tiles import tile_tokens
 
-# KV positions a lane takes at least; page sizes divide it
-KV_TILE = 64
+# KV positions of a tile
+KV_TILE = 32
+# lanes are used while each gets this many: 2 chunks of 16 positions for each of its 4 warps; with
+# less to read a lane, combining the lanes' results costs more than reading in parallel saves
+MIN_LANE_TILES = 4
 # query rows of a tile of a shared prefix
 GROUP_ROWS = 64
 # rows with the same first page that make a group
@@ -36,8 +45,13 @@ PROGRAMS_PER_SM = 2
 MAX_CANDIDATES = 1024
 
 HEADER_SIZE = 16
-UNIT_FIELDS = 12
+LANE_FIELDS = 32
+# pages in a lane's record
+LANE_PAGES = 12
+UNIT_FIELDS = 16
 MERGE_FIELDS = 8
+# numbers of a head's partial result in the slot of a lane: the largest head and the sum of weights
+SLOT_SIZE = 128 + 4
 _ALIGNMENT = 32
 
 
@@ -51,6 +65,17 @@ class Header:
     NUM_REAL = 4  # tokens that are not padding
 
 
+class Lane:
+    """Fields of a lane's record: all that it needs to begin, in one place."""
+
+    UNIT = 0  # its first one
+    TILE = 1  # its tiles in the line: first one, and end; both 0 if there are none
+    STOP = 2
+    NUM_REAL = 3  # as in the header
+    RECORD = 4  # copy of the unit
+    PAGES = 20  # of the unit's row, from that of the lane's first position on; 0 past the unit
+
+
 class Unit:
     """Fields of a unit."""
 
@@ -62,7 +87,16 @@ class Unit:
     TOKEN = 5  # the token; of a group: its first entry in `members`
     NUM_MEMBERS = 6  # 0: a single token
     PARTIAL = 7  # partial row of lane l: this + l (group: + l * members_per_tile); -1: final
-    CANDIDATE = 8  # of a single token
+    EARLY_END = 8  # KV of positions before this one was written by earlier steps
+    FIRST_LANE = 9  # that has a segment of it
+    # of a single token whose prefix a group reads; else 0
+    GROUP_ROW = 10  # as in `Merge`
+    GROUP_COUNT = 11
+    GROUP_UNIT = 12
+    GROUP_SIZE = 13  # members of that unit
+
+
+NUM_UNIT_FIELDS = 14
 
 
 class Merge:
@@ -81,6 +115,7 @@ class WorkShape:
 
     Attributes:
         num_candidates: tokens, or places for sequences.
+        num_heads: of the queries.
         num_kv_heads: of the KV cache.
         num_lanes: of the decode kernel.
         members_per_tile: candidates whose heads of one KV head share a tile of a common prefix.
@@ -89,6 +124,7 @@ class WorkShape:
     """
 
     num_candidates: int
+    num_heads: int
     num_kv_heads: int
     num_lanes: int
     members_per_tile: int
@@ -123,10 +159,9 @@ class WorkShape:
         count = self.num_candidates
         return {
             "header": HEADER_SIZE,
-            "lanes": self.num_lanes,  # first unit of each lane
+            "lanes": self.num_lanes * LANE_FIELDS,
             "units": self.max_units * UNIT_FIELDS,
             "members": self.max_group_units * self.members_per_tile,  # tokens
-            "member_candidates": self.max_group_units * self.members_per_tile,
             "merges": count * MERGE_FIELDS,
             "leaders": count,  # scratch: first candidate with the same first page, or -1
             "shared_pages": count,  # scratch: leading pages equal to the leader's
@@ -134,8 +169,11 @@ class WorkShape:
             "group_tiles": count,  # scratch: first tile of that group
             "tile_seq": self.max_query_tiles,
             "tile_start": self.max_query_tiles,
-            # partial results that have arrived, of each candidate and KV head; 0 between calls
-            "counters": count * self.num_kv_heads,
+            # The rest is 0 between calls. Of each prefix's unit and KV head: segments that are
+            # done, and in the upper half members that have been merged.
+            "counters": self.max_group_units * self.num_kv_heads,
+            # of each lane and head: the partial result of a unit that goes on in the next lane
+            "slots": self.num_lanes * self.num_heads * SLOT_SIZE,
         }
 
     @property
@@ -185,6 +223,11 @@ def num_lanes(device: torch.device, num_kv_heads: int) -> int:
     return max(1, _num_sms(device) * PROGRAMS_PER_SM // num_kv_heads)
 
 
+def lanes_in_use(num_lanes: int, num_tiles: int) -> int:
+    """Lanes that share the tiles; at least 1."""
+    return min(num_lanes, max(1, -(-num_tiles // MIN_LANE_TILES)))
+
+
 def work_shape(
     lanes: int, heads: Heads, num_tokens: int, num_seqs: int, *, is_decode: bool
 ) -> WorkShape:
@@ -192,6 +235,7 @@ def work_shape(
     query_tile = tile_tokens(heads.num_heads, heads.num_kv_heads, 0)
     return WorkShape(
         num_candidates=num_tokens if is_decode else num_seqs,
+        num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         num_lanes=lanes,
         members_per_tile=max(1, GROUP_ROWS // heads.group),

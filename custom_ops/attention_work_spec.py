@@ -9,16 +9,20 @@ from torch import Tensor
 
 from compiled_engine.custom_ops.attention_work import (
     KV_TILE,
+    LANE_FIELDS,
+    LANE_PAGES,
     MERGE_FIELDS,
     MIN_MEMBERS,
     MIN_SHARED_POSITIONS,
     UNIT_FIELDS,
     Header,
     Heads,
+    Lane,
     Merge,
     StepIndices,
     Unit,
     WorkShape,
+    lanes_in_use,
     num_lanes,
     work_shape,
 )
@@ -64,19 +68,24 @@ class _Candidate(NamedTuple):
     token: int
     row: int
     length: int
+    early_end: int
 
 
 def _candidates(step: StepIndices, *, is_decode: bool) -> list[_Candidate | None]:
     starts = step.query_start_loc.tolist()
     if is_decode:
-        listed = zip(step.token_rows.tolist(), step.positions.tolist(), strict=True)
+        rows = step.token_rows.tolist()
+        # a row's later tokens may read what its first ones wrote in this step
+        firsts = [t == 0 or rows[t - 1] != row for t, row in enumerate(rows)]
         return [
-            _Candidate(token, row, position + 1) if token < starts[-1] else None
-            for token, (row, position) in enumerate(listed)
+            _Candidate(token, rows[token], position + 1, position * firsts[token])
+            if token < starts[-1]
+            else None
+            for token, position in enumerate(step.positions.tolist())
         ]
     listed = zip(step.seq_rows.tolist(), step.seq_lens.tolist(), strict=True)
     return [
-        _Candidate(starts[s], row, length)
+        _Candidate(starts[s], row, length, length - 1)
         if starts[s + 1] - starts[s] == 1 and length > 0
         else None
         for s, (row, length) in enumerate(listed)
@@ -99,7 +108,7 @@ def _find_leaders(
         leaders[i] = first_pages.index(first_pages[i])
         leader = candidates[leaders[i]]
         assert leader is not None
-        limit = min(candidate.length, leader.length) // page_size
+        limit = (min(candidate.length, leader.length) - 1) // page_size
         pages = zip(table[candidate.row][:limit], table[leader.row][:limit], strict=True)
         shared[i] = next((n for n, (mine, his) in enumerate(pages) if mine != his), limit)
     return leaders, shared
@@ -109,9 +118,11 @@ class _Lanes:
     """Which lane takes which of `num_tiles` tiles."""
 
     def __init__(self, num_lanes: int, num_tiles: int) -> None:
-        self.share, self.extra = divmod(num_tiles, num_lanes)
+        self.count = lanes_in_use(num_lanes, num_tiles)
+        self.share, self.extra = divmod(num_tiles, self.count)
 
     def start(self, lane: int) -> int:
+        """First tile of a lane."""
         return lane * self.share + min(lane, self.extra)
 
     def of(self, tile: int) -> int:
@@ -138,7 +149,11 @@ class _UnitList:
         self.own: dict[int, int] = {}  # candidate -> its unit
         self.grouped: dict[int, tuple[int, int]] = {}  # candidate -> unit, place among its members
         self.members = [0] * (shape.max_group_units * shape.members_per_tile)
-        self.member_candidates = list(self.members)
+
+    @property
+    def lanes(self) -> _Lanes:
+        """Who takes the tiles, once all are there."""
+        return _Lanes(self.shape.num_lanes, self.num_tiles)
 
     def _append(self, start: int, end: int, row: int, *last: int) -> None:
         count = _ceil_div(end - start, KV_TILE)
@@ -156,11 +171,10 @@ class _UnitList:
                 assert candidate is not None
                 self.grouped[i] = (unit, place)
                 self.members[unit * width + place] = candidate.token
-                self.member_candidates[unit * width + place] = i
             first_member = part[0][1]
             assert first_member is not None
             partial = self.shape.group_partial_start + unit * width
-            self._append(0, shared, first_member.row, unit * width, len(part), partial)
+            self._append(0, shared, first_member.row, unit * width, len(part), partial, shared)
         self.num_group_units = len(self.units)
 
     def add_own(self, i: int, start: int) -> None:
@@ -170,25 +184,18 @@ class _UnitList:
             return
         self.own[i] = len(self.units)
         partial = len(self.units) - self.num_group_units
-        last = (candidate.token, 0, partial, i)
+        last = (candidate.token, 0, partial, candidate.early_end)
         self._append(start, candidate.length, candidate.row, *last)
-
-    def _lane_of(self, tile: int) -> int:
-        share, extra = divmod(self.num_tiles, self.shape.num_lanes)
-        longer = extra * (share + 1)
-        if tile < longer:
-            return tile // (share + 1)
-        return extra + (tile - longer) // max(share, 1)
 
     def _segments(self, unit: int) -> tuple[int, int]:
         """First lane and number of lanes of a unit."""
         start, count = self.units[unit][: Unit.NUM_TILES + 1]
-        first = self._lane_of(start)
-        return first, self._lane_of(start + count - 1) - first + 1
+        first = self.lanes.of(start)
+        return first, self.lanes.of(start + count - 1) - first + 1
 
     def merges(self) -> list[int]:
-        """All merges; marks the units whose one segment is a token's result already."""
-        width, made = self.shape.members_per_tile, []
+        """All merges; completes the units of those who are merged or in a group."""
+        made = []
         for i, candidate in enumerate(self.candidates):
             record = [0] * MERGE_FIELDS
             record[Merge.TOKEN] = -1 if candidate is None else candidate.token
@@ -196,26 +203,44 @@ class _UnitList:
                 first, record[Merge.OWN_COUNT] = self._segments(self.own[i])
                 record[Merge.OWN_ROW] = self.own[i] - self.num_group_units + first
             if i in self.grouped:
-                unit, place = self.grouped[i]
-                first, record[Merge.GROUP_COUNT] = self._segments(unit)
-                row = self.shape.group_partial_start + (unit + first) * width
-                record[Merge.GROUP_ROW] = row + place
+                self._join(i, record)
             elif record[Merge.OWN_COUNT] == 1:
                 record = [-1] + [0] * (MERGE_FIELDS - 1)
                 self.units[self.own[i]][Unit.PARTIAL] = -1
             made += record
+        for unit, listed in enumerate(self.units):
+            listed[Unit.FIRST_LANE] = self._segments(unit)[0]
         return made
 
-    def lanes(self) -> list[int]:
-        """First unit of every lane; 0 for lanes without tiles."""
-        firsts, unit = [0] * self.shape.num_lanes, 0
-        for tile in range(self.num_tiles):
-            if tile >= sum(self.units[unit][: Unit.NUM_TILES + 1]):
-                unit += 1
-            lane = self._lane_of(tile)
-            if tile == 0 or lane != self._lane_of(tile - 1):
-                firsts[lane] = unit
-        return firsts
+    def _join(self, i: int, record: list[int]) -> None:
+        """Writes where the partial results of a member's prefix are."""
+        (unit, place), width = self.grouped[i], self.shape.members_per_tile
+        first, count = self._segments(unit)
+        row = self.shape.group_partial_start + (unit + first) * width + place
+        record[Merge.GROUP_ROW], record[Merge.GROUP_COUNT] = row, count
+        own = self.units[self.own[i]]
+        own[Unit.GROUP_ROW], own[Unit.GROUP_COUNT], own[Unit.GROUP_UNIT] = row, count, unit
+        own[Unit.GROUP_SIZE] = self.units[unit][Unit.NUM_MEMBERS]
+
+    def lane_records(self, table: list[list[int]], page_size: int, num_real: int) -> list[int]:
+        """Records of all lanes."""
+        made, unit = [], 0
+        for lane in range(self.shape.num_lanes):
+            record = [0] * LANE_FIELDS
+            record[Lane.NUM_REAL] = num_real
+            tile, stop = self.lanes.start(lane), self.lanes.start(lane + 1)
+            if lane < self.lanes.count and tile < stop:
+                while tile >= sum(self.units[unit][: Unit.NUM_TILES + 1]):
+                    unit += 1
+                record[Lane.UNIT], record[Lane.TILE], record[Lane.STOP] = unit, tile, stop
+                fields = self.units[unit]
+                record[Lane.RECORD : Lane.RECORD + UNIT_FIELDS] = fields
+                begin = fields[Unit.KV_START] + (tile - fields[Unit.TILE_START]) * KV_TILE
+                first, end = begin // page_size, _ceil_div(fields[Unit.KV_END], page_size)
+                pages = table[fields[Unit.ROW]][first : min(end, first + LANE_PAGES)]
+                record[Lane.PAGES : Lane.PAGES + len(pages)] = pages
+            made += record
+        return made
 
 
 def work_list_spec(
@@ -223,10 +248,10 @@ def work_list_spec(
 ) -> Tensor:
     """The work list in plain Python: what the kernels must produce, bit for bit."""
     candidates = _candidates(step, is_decode=is_decode)
-    count = shape.num_candidates
+    count, table = shape.num_candidates, step.block_table.tolist()
     leaders, shared_pages = [0] * count, [0] * count
     if count >= MIN_MEMBERS:
-        leaders, shared_pages = _find_leaders(candidates, step.block_table.tolist(), page_size)
+        leaders, shared_pages = _find_leaders(candidates, table, page_size)
     listed = _UnitList(shape, candidates)
     group_units, group_tiles, shared = [0] * count, [0] * count, [0] * count
     for leader, members in _groups(leaders, shared_pages, page_size).items():
@@ -249,10 +274,9 @@ def work_list_spec(
     }
     regions = {
         "header": [header[i] for i in range(len(header))],
-        "lanes": listed.lanes(),
+        "lanes": listed.lane_records(table, page_size, starts[-1]),
         "units": [field for unit in listed.units for field in unit],
         "members": listed.members,
-        "member_candidates": listed.member_candidates,
         "merges": merges,
         "leaders": leaders,
         "shared_pages": shared_pages,
@@ -261,6 +285,7 @@ def work_list_spec(
         "tile_seq": tile_seq,
         "tile_start": tile_start,
         "counters": [],
+        "slots": [],
     }
     work = step.block_table.new_zeros(shape.total_size)
     for name, view in shape.split(work).items():

@@ -22,9 +22,13 @@ from compiled_engine.custom_ops.gemm_choice import (
     hopper_rejects,
     pick_config,
     why_hopper_is_slower,
+    why_mma_is_slower,
 )
+from compiled_engine.custom_ops.gemm_mma import MAX_TOKENS as MAX_MMA_TOKENS
+from compiled_engine.custom_ops.gemm_mma import mma_rejects
 from compiled_engine.custom_ops.library import CPU_DTYPES, LIBRARY, define_op
 from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits, best_of
+from compiled_engine.custom_ops.toolchain import has_nvrtc
 
 # Rows up to which the CPU kernel is faster than the library, by dtype.
 MAX_SKINNY_ROWS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 4}
@@ -152,8 +156,17 @@ def _rejects_hopper(traits: Traits) -> str | None:
     if not traits["is_hopper"]:
         return "needs compute capability 9"
     if not traits["is_aligned"]:
-        return "needs rows of x and the weight at multiples of 16 bytes"
+        return "needs rows of x and weights at multiples of 16 bytes"
     return _rejects_beyond(MAX_HOPPER_TOKENS)(traits) or hopper_rejects(traits)
+
+
+def _rejects_mma(traits: Traits) -> str | None:
+    """What the kernel in CUDA C++ cannot take."""
+    if not traits["is_hopper"]:
+        return "needs compute capability 9"
+    if not traits["has_nvrtc"]:
+        return "needs the cuda-bindings package"
+    return mma_rejects(traits)
 
 
 def _few_tokens(name: str, priority: Priority, max_tokens: int, **rules: Any) -> Candidate:
@@ -175,6 +188,13 @@ def _few_tokens(name: str, priority: Priority, max_tokens: int, **rules: Any) ->
 CANDIDATES = (
     _few_tokens("row", Priority.SPECIALIZED, MAX_ROW_TOKENS),
     _few_tokens("tile", Priority.TUNED, MAX_TILE_TOKENS),
+    _few_tokens(
+        "mma",
+        Priority.SPECIALIZED,
+        MAX_MMA_TOKENS,
+        rejects=_rejects_mma,
+        slower=why_mma_is_slower,
+    ),
     _few_tokens(
         "hopper",
         Priority.SPECIALIZED,
@@ -204,17 +224,20 @@ def fused_linear_traits(
         "rows": weight.shape[0],
         "size": x.shape[1],
         "is_gated": is_gated,
+        "has_norm": norm_weight is not None,
         "has_one_dtype": all(t.dtype == x.dtype for t in others),
         "is_weight_contiguous": weight.is_contiguous(),
         "is_last_dim_contiguous": all(t.stride(1) == 1 for t in (x, residual) if t is not None),
-        "is_aligned": all(_is_aligned(t) for t in (x, weight)),
+        "is_aligned": all(_is_aligned(t) for t in (x, weight, norm_weight) if t is not None),
         "is_hopper": Target.of(x.device).arch // 10 == 9,
+        "has_nvrtc": has_nvrtc(),
     }
 
 
-def _is_aligned(rows: Tensor) -> bool:
+def _is_aligned(tensor: Tensor) -> bool:
     """Whether rows of 16-bit values start at multiples of 16 bytes; storage itself does."""
-    return rows.storage_offset() % 8 == 0 and (rows.shape[0] == 1 or rows.stride(0) % 8 == 0)
+    has_rows = tensor.dim() == 2 and tensor.shape[0] != 1
+    return tensor.storage_offset() % 8 == 0 and (not has_rows or tensor.stride(0) % 8 == 0)
 
 
 def select_kernel(kernel: str, target: Target, dtype: torch.dtype, traits: Traits) -> str:

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from compiled_engine.custom_ops.gemm_skinny import Config, HopperConfig, RowConfig, TileConfig
+from compiled_engine.custom_ops.gemm_skinny import (
+    Config,
+    HopperConfig,
+    MmaConfig,
+    RowConfig,
+    TileConfig,
+)
 from compiled_engine.custom_ops.registry import Traits
 from compiled_engine.custom_ops.toolchain import gluon_reason
 
@@ -96,6 +102,15 @@ _HOPPER = {
         Shape.VOCABULARY: HopperConfig(64, 128, 4, 4, 1, 5, 0),
     },
 }
+# For 2 to 8 tokens. What is for few and long rows leaves no room for a norm's weight beside two
+# blocks of threads a multiprocessor. For a vocabulary: the fastest of its kind, not of all kernels.
+_MMA = {
+    Shape.FEW_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE, blocks=0, stagger=5),
+    Shape.MORE_ROWS: MmaConfig(16, 512, 4, 3, 2, lead=AT_ONCE, blocks=0, stagger=1),
+    Shape.LONG_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE, blocks=0),
+    Shape.MANY_ROWS: MmaConfig(64, 128, 1, 4, 4, lead=AT_ONCE, blocks=0, stagger=11),
+    Shape.VOCABULARY: MmaConfig(128, 64, 1, 4, 4, lead=AT_ONCE, blocks=0),
+}
 # Where the Hopper kernel was faster than the tile kernel.
 _HOPPER_WINS = {
     8: (Shape.FEW_ROWS, Shape.MORE_ROWS, Shape.MANY_ROWS),
@@ -109,11 +124,21 @@ def _limit(num_tokens: int) -> int:
     return next((limit for limit in _TILES if num_tokens <= limit), max(_TILES))
 
 
+def _shape_of(traits: Traits) -> Shape:
+    return Shape.of(traits["rows"], traits["size"], bool(traits["is_gated"]))
+
+
 def pick_config(kernel: str, traits: Traits) -> Config:
-    """Sizes of `kernel` ("row", "tile", "hopper"); traits: num_tokens, rows, size, is_gated."""
-    shape = Shape.of(traits["rows"], traits["size"], bool(traits["is_gated"]))
+    """Sizes of a kernel, "row", "tile", "hopper" or "mma"; they can be made for every product.
+
+    Traits: num_tokens, rows, size, is_gated; for "mma" has_norm.
+    """
+    shape = _shape_of(traits)
     if kernel == "row":
         return _ROWS[shape]
+    if kernel == "mma":
+        is_deep = shape in (Shape.FEW_ROWS, Shape.LONG_ROWS)
+        return _MMA[Shape.MORE_ROWS if is_deep and traits["has_norm"] else shape]
     tables: dict[str, dict[int, dict[Shape, TileConfig]] | dict[int, dict[Shape, HopperConfig]]]
     tables = {"tile": _TILES, "hopper": _HOPPER}
     return tables[kernel][_limit(traits["num_tokens"])][shape]
@@ -145,11 +170,25 @@ def why_hopper_is_slower(traits: Traits) -> str | None:
     num_tokens, limit = traits["num_tokens"], _limit(traits["num_tokens"])
     if num_tokens == 1:
         return "was measured slower than row at 1 token"
-    shape = Shape.of(traits["rows"], traits["size"], bool(traits["is_gated"]))
+    shape = _shape_of(traits)
     if shape not in _HOPPER_WINS[limit]:
         tokens = f"{2 if limit == 8 else limit // 2 + 1} to {limit} tokens"
         return f"was measured no faster than tile at {tokens}, {shape}"
     num_tiles = _hopper_work(traits)[0]
     if num_tiles < MIN_HOPPER_TILES:
         return f"leaves most of the device idle: {num_tiles} tiles, {MIN_HOPPER_TILES} are enough"
+    return None
+
+
+def why_mma_is_slower(traits: Traits) -> str | None:
+    """The reason to take another kernel than that in CUDA C++; same traits as above."""
+    num_tokens, shape = traits["num_tokens"], _shape_of(traits)
+    if num_tokens == 1:
+        return "was not measured at 1 token"
+    if num_tokens > 16:
+        return "was measured slower at 17 to 32 tokens"
+    if num_tokens > 8:
+        return "was not measured at 9 to 16 tokens"
+    if shape == Shape.VOCABULARY:
+        return f"was measured slower than tile at 2 to 8 tokens, {shape}"
     return None

@@ -95,7 +95,35 @@ class HopperConfig:
     l2_blocks: int
 
 
-Config = RowConfig | TileConfig | HopperConfig
+@dataclass(frozen=True)
+class MmaConfig:
+    """Sizes of the kernel in `gemm_mma`.
+
+    Attributes:
+        rows: of the weight, in a tile: a multiple of 16 for each of `4 / k_warps` warps; gated:
+            half of them are the values' rows.
+        block: columns copied at a time: a multiple of 64, and of 32 for each of `k_warps`.
+        k_warps: warps, of 4, that divide the columns of a block; the others divide its rows.
+        stages: blocks of the weight in shared memory.
+        x_stages: blocks of x in shared memory, at most `stages`.
+        cluster: blocks of threads that divide the columns of a tile.
+        lead: blocks of the weight still to be asked for when the next kernel may start.
+        blocks: of threads, a multiprocessor, that take tiles in turn; 0: a block for every tile.
+        stagger: blocks of columns by which a tile begins after the tile before; they go round.
+    """
+
+    rows: int
+    block: int
+    k_warps: int
+    stages: int
+    x_stages: int
+    cluster: int = 1
+    lead: int = 0
+    blocks: int = 1
+    stagger: int = 0
+
+
+Config = RowConfig | TileConfig | HopperConfig | MmaConfig
 
 # Tiles of which one kernel may have a counter.
 MAX_SPLIT_TILES = 65536
@@ -121,7 +149,7 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def launch(kernel: str, operands: Operands, config: Config) -> Tensor:
-    """Runs `kernel` ("row", "tile", "hopper") with `config`; returns [T, num_outputs].
+    """Runs `kernel` ("row", "tile", "hopper", "mma") with `config`; returns [T, num_outputs].
 
     Programs that split columns count on shared counters: calls on one device must follow each
     other, as they do on one stream.
@@ -140,6 +168,11 @@ def launch(kernel: str, operands: Operands, config: Config) -> Tensor:
 
         assert kernel == "hopper", kernel
         launch_hopper(operands, out, config, _counters(x.device))
+    elif isinstance(config, MmaConfig):
+        from compiled_engine.custom_ops.gemm_mma import launch_mma
+
+        assert kernel == "mma", kernel
+        launch_mma(operands, out, config)
     else:
         assert kernel == "tile", kernel
         _launch_tiles(operands, out, config)

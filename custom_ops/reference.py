@@ -287,13 +287,12 @@ def paged_attention(
     Returns:
         [T, H, D]; padding tokens are 0.
     """
-    num_tokens, _, head_dim = q.shape
+    num_tokens = q.shape[0]
     page_size, num_kv_heads = k_cache.shape[1:3]
     row, position = _rows_and_positions(num_tokens, seq_rows, seq_lens, query_start_loc)
     pages = block_table[row].long()  # [T, max_pages_per_row]
     context = pages.shape[1] * page_size
-    k = _gather_pages(k_cache, pages).reshape(num_tokens, context, num_kv_heads, head_dim)
-    v = _gather_pages(v_cache, pages).reshape(num_tokens, context, num_kv_heads, head_dim)
+    k, v = (_gather_pages(cache, pages).flatten(1, 2) for cache in (k_cache, v_cache))
     at = torch.arange(context, device=q.device)
     visible = at <= position[:, None]  # [T, context]
     if window > 0:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from importlib.util import find_spec
+
+import torch
 
 # Gluon has no stable interface yet: kernels written in it run on the versions they were checked on.
 GLUON_VERSIONS = ("3.6",)
+
+
+@functools.cache
+def has_nvrtc() -> bool:
+    """Whether CUDA C++ can be compiled here: torch is for CUDA and `cuda.bindings` is installed."""
+    return torch.version.hip is None and find_spec("cuda") is not None
 
 
 @functools.cache

@@ -188,8 +188,8 @@ PARTS: dict[str, Callable[[Bench], Iterator[Measured]]] = {
     "prefill": _prefill,
     "e2e": _e2e,
     "agentic": _agentic,
-    "itl": _itl,
     "scheduler": _scheduler,
+    "itl": _itl,
     "profile": _profile,
     "device_loop": _device_loop,
 }

@@ -18,13 +18,20 @@ from compiled_engine.custom_ops.attention_choice import (
     attention_traits,
     select_attention,
 )
-from compiled_engine.custom_ops.attention_decode_cuda import CudaDecode, CudaTuning, Options
+from compiled_engine.custom_ops.attention_decode_cuda import (
+    CudaDecode,
+    CudaTuning,
+    Options,
+)
 from compiled_engine.custom_ops.attention_work import (
     KV_TILE,
+    LANE_FIELDS,
     MERGE_FIELDS,
+    MIN_LANE_TILES,
     UNIT_FIELDS,
     Header,
     Heads,
+    Lane,
     Merge,
     Unit,
     WorkShape,
@@ -32,6 +39,7 @@ from compiled_engine.custom_ops.attention_work import (
 )
 from compiled_engine.custom_ops.attention_work_spec import reference_work, work_list_spec
 from compiled_engine.custom_ops.registry import Target
+from tests.helpers.cuda_emulator import EmulatorError
 from tests.helpers.emulated_attention import run_emulated
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.paged_case import FP8, CaseShape, PagedCase, Row, make_case
@@ -64,26 +72,37 @@ EMULATED = {
     "group-12": ([Row(1, 65), Row(1, 300)], CaseShape(24, 2, 128, 16, torch.bfloat16)),
     "long": ([Row(1, 2200)], CaseShape(4, 1, 64, 16, torch.bfloat16)),
     "none": ([], CaseShape(2, 1, 64, 16, torch.bfloat16)),
+    "same-row": ([Row(40, 300), Row(1, 50)], CaseShape(4, 2, 64, 32, torch.bfloat16)),
+    "page-ends": ([Row(1, 160 + 16 * (i % 2), 0, 10) for i in range(5)], CaseShape(2, 1, 64, 16)),
 }
 
 
-def emulate(case: PagedCase, lanes: int, *, is_decode: bool = True, stages: int = 3) -> Tensor:
-    shape, regions = lists(case, lanes, is_decode=is_decode)
+def call_of(
+    case: PagedCase,
+    lanes: int,
+    *,
+    is_decode: bool = True,
+    tuning: CudaTuning | None = None,
+) -> CudaDecode:
+    shape, _ = lists(case, lanes, is_decode=is_decode)
     work = work_list_spec(shape, case.step, case.shape.page_size, is_decode=is_decode)
     options = Options(case.scale, case.window, case.soft_cap, case.sinks)
-    caches, table, positions = (case.k_cache, case.v_cache), case.step[0], case.step[2]
-    tuning = CudaTuning(stages=stages)
-    call = CudaDecode(case.q, caches, table, positions, work, shape, options, tuning=tuning)
+    step = ((case.k_cache, case.v_cache), case.step[0], case.step[2], work, shape, options)
+    call = CudaDecode(case.q, *step, tuning=tuning)
     call.partials.fill_(float("nan"))
-    call.sums.fill_(float("nan"))
+    return call
+
+
+def emulate(case: PagedCase, lanes: int, *, is_decode: bool = True, stages: int = 3) -> Tensor:
+    call = call_of(case, lanes, is_decode=is_decode, tuning=CudaTuning(stages=stages))
+    before = call.work.clone()
     results = []
-    for order in (0, 1, 5):  # of threads and blocks: others arrive last
+    for order in (0, 2, 5):  # of threads
         out = torch.full_like(case.q, float("nan"))
-        run_emulated(call, out, order)
+        run_emulated(call, out, order, case.new_kv())
         results.append(out)
     assert all(torch.equal(results[0].nan_to_num(9), r.nan_to_num(9)) for r in results)
-    kept = {name: region.tolist() for name, region in shape.split(work).items()}
-    assert kept == regions, "the work list must be left as it was, with counters of 0"
+    assert torch.equal(call.work, before), "the work list must be as it was, counters and slots 0"
     return results[0]
 
 
@@ -105,6 +124,16 @@ def test_options_of_the_cuda_kernel_emulated(window, soft_cap):
     assert_near(case, emulate(case, 5))
 
 
+@pytest.mark.parametrize("factor", [0.01, 8, 60])
+@pytest.mark.parametrize("name", ["own", "shared", "long"])
+def test_scores_of_any_size_emulated(name, factor):
+    """Sums are made relative to new maxima seldom, or often."""
+    rows, shape = EMULATED[name]
+    case = make_case(rows, replace(shape, dtype=torch.float16 if name == "own" else torch.bfloat16))
+    case.q *= factor
+    assert_near(case, emulate(case, 5, stages=2))
+
+
 def test_the_cuda_kernel_leaves_longer_queries_alone_emulated():
     case = make_case([*CHUNKS, *SHARED], CaseShape(4, 1, 64, 16, torch.bfloat16))
     out = emulate(case, 4, is_decode=False)
@@ -117,18 +146,35 @@ def test_the_cuda_kernel_leaves_longer_queries_alone_emulated():
     assert_near(case, out)
 
 
+@pytest.mark.parametrize("name", ["own", "both", "long"])
+def test_early_copies_change_nothing_emulated(name):
+    rows, shape = EMULATED[name]
+    case = make_case(rows, replace(shape, dtype=torch.bfloat16))
+    results, counts = [], []
+    for early in (0, 2):
+        out = torch.empty_like(case.q)
+        call = call_of(case, 7, tuning=CudaTuning(early=early))
+        counts.append(run_emulated(call, out, fresh=case.new_kv()))
+        results.append(out)
+    assert counts[0] == 0 < counts[1]
+    assert torch.equal(*results)
+
+
+def test_the_emulator_sees_copies_that_are_too_early():
+    case = make_case([Row(1, 100)], CaseShape(4, 2, 64, 16, torch.bfloat16))
+    call, out = call_of(case, 2), torch.empty_like(case.q)
+    with pytest.raises(EmulatorError, match="copies what an earlier kernel still writes"):
+        run_emulated(call, out, fresh=[case.k_cache])
+
+
 @pytest.mark.parametrize(
     ("limits", "stages"),
-    [((232448, 233472), 3), ((166912, 167936), 2), ((101376, 102400), 1)],
+    [((232448, 233472), 2), ((166912, 167936), 2), ((101376, 102400), 1)],
     ids=["sm_90", "sm_80", "sm_86"],
 )
 def test_two_blocks_of_the_cuda_kernel_fit_a_multiprocessor(limits, stages):
     case = make_case(OWN, CaseShape(32, 8, 128, 16, torch.bfloat16))
-    shape, _ = lists(case, 3, is_decode=True)
-    caches, work = (case.k_cache, case.v_cache), torch.zeros(shape.total_size, dtype=torch.int32)
-    options = Options(case.scale)
-    call = CudaDecode(case.q, caches, case.step[0], case.step[2], work, shape, options)
-    assert call.variant(limits).stages == stages
+    assert call_of(case, 3).variant(limits).stages == stages
 
 
 # --- the work list, in its plain spelling ---------------------------------------------------------
@@ -193,6 +239,50 @@ def test_partial_rows_belong_to_one_segment_and_one_token(lanes):
         used += [merge[Merge.GROUP_ROW] + i * shape.members_per_tile for i in group]
     assert len(used) == len(set(used))
     assert all(0 <= row < shape.num_partial_rows for row in used)
+
+
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "mixed"])
+@pytest.mark.parametrize("lanes", [1, 7, 50])
+@pytest.mark.parametrize("step", STEPS)
+def test_lanes_have_records_of_all_they_need_to_begin(step, lanes, is_decode):
+    case = make_case(STEPS[step], CaseShape())
+    shape, work = lists(case, lanes, is_decode=is_decode)
+    units = records(work["units"], UNIT_FIELDS, work["header"][Header.NUM_UNITS])
+    end, size, shares = 0, case.shape.page_size, [0]
+    for record in records(work["lanes"], LANE_FIELDS, shape.num_lanes):
+        assert record[Lane.NUM_REAL] == case.num_real
+        tile, stop = record[Lane.TILE], record[Lane.STOP]
+        if tile == stop:
+            continue
+        assert tile == end
+        shares.append(stop - tile)
+        end, unit = stop, units[record[Lane.UNIT]]
+        assert record[Lane.RECORD : Lane.RECORD + UNIT_FIELDS] == unit
+        before = tile - unit[Unit.TILE_START]
+        assert 0 <= before < unit[Unit.NUM_TILES]
+        first = (unit[Unit.KV_START] + before * KV_TILE) // size
+        pages = case.step.block_table[unit[Unit.ROW], first : -(-unit[Unit.KV_END] // size)]
+        expected = pages[: LANE_FIELDS - Lane.PAGES].tolist()
+        assert record[Lane.PAGES :][: len(expected)] == expected
+    assert end == work["header"][Header.NUM_KV_TILES]
+    assert len(shares) - 1 == min(lanes, -(-end // MIN_LANE_TILES))
+    assert max(shares) - min(shares[1:], default=0) <= 1
+
+
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "mixed"])
+@pytest.mark.parametrize("step", STEPS)
+def test_early_kv_is_of_earlier_steps(step, is_decode):
+    case = make_case(STEPS[step], CaseShape())
+    _, work = lists(case, 7, is_decode=is_decode)
+    rows, positions = (t[: case.num_real].tolist() for t in case.step[1:3])
+    firsts: dict[int, int] = {}
+    for row, position in zip(rows, positions, strict=True):
+        firsts.setdefault(row, position)
+    for unit in records(work["units"], UNIT_FIELDS, work["header"][Header.NUM_UNITS]):
+        assert unit[Unit.EARLY_END] in (0, firsts[unit[Unit.ROW]], unit[Unit.KV_END])
+        assert unit[Unit.EARLY_END] <= firsts[unit[Unit.ROW]]
+        is_first = unit[Unit.NUM_MEMBERS] == 0 and unit[Unit.KV_END] == firsts[unit[Unit.ROW]] + 1
+        assert not is_first or unit[Unit.EARLY_END] == firsts[unit[Unit.ROW]]
 
 
 def test_groups_are_found_and_read_once():

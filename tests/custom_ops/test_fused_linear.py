@@ -17,6 +17,7 @@ from compiled_engine.custom_ops import gemm
 from compiled_engine.custom_ops.gemm_choice import pick_config
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import Choice, Target
+from compiled_engine.custom_ops.toolchain import has_nvrtc
 from tests.helpers.fused_linear import (
     CASES,
     HOPPER_CASES,
@@ -33,8 +34,9 @@ NAMES = ("qkv", "o", "gate_up", "down", "head")
 TRAITS = {**Product(6144, 4096, "n").traits(12), "is_hopper": 1}
 
 
-def choice_of(product: Product, num_tokens: int, target: Target = H200) -> Choice:
-    traits = {**product.traits(num_tokens), "is_hopper": target.arch // 10 == 9}
+def choice_of(product: Product, num_tokens: int, target: Target = H200, **changes: int) -> Choice:
+    is_hopper = target.arch // 10 == 9
+    traits = {**product.traits(num_tokens), "is_hopper": is_hopper, **changes}
     choice = make_registry().choose("fused_linear", "few", target, torch.bfloat16, traits)
     # What runs when sizes are only known then is the same.
     assert gemm.select_kernel("", target, torch.bfloat16, traits) == choice.candidate.name
@@ -46,8 +48,8 @@ def choice_of(product: Product, num_tokens: int, target: Target = H200) -> Choic
     [
         (0, "torch torch torch torch torch"),
         (1, "row row row row row"),
-        (2, "hopper hopper hopper tile tile"),
-        (8, "hopper hopper hopper tile tile"),
+        (2, "mma mma mma mma tile"),
+        (8, "mma mma mma mma tile"),
         (9, "tile tile tile tile tile"),
         (16, "tile tile tile tile tile"),
         (17, "hopper tile hopper tile hopper"),
@@ -68,6 +70,7 @@ def test_choice_goes_by_tokens_and_shape(num_tokens: int, kernels: str):
         ("Llama-3.2-1B", "qkv", "hopper"),
         ("Llama-3.2-1B", "o", "hopper"),
         ("Llama-3.2-1B", "gate_up", "hopper"),
+        ("Llama-3.2-1B", "head", "tile"),
         ("SmolLM2-135M", "qkv", "tile"),
         ("SmolLM2-135M", "gate_up", "tile"),
         ("SmolLM2-135M", "head", "hopper"),
@@ -76,7 +79,46 @@ def test_choice_goes_by_tokens_and_shape(num_tokens: int, kernels: str):
     ],
 )
 def test_choice_for_other_models_goes_by_the_nearest_shape(model: str, name: str, kernel: str):
-    assert choice_of(MODELS[model][NAMES.index(name)], 5).candidate.name == kernel
+    product = MODELS[model][NAMES.index(name)]
+    is_vocabulary = product.rows > 65536
+    assert choice_of(product, 5).candidate.name == ("tile" if is_vocabulary else "mma")
+    without = choice_of(product, 5, has_nvrtc=0)
+    assert without.candidate.name == kernel
+    assert dict(without.rejected)["mma"] == "needs the cuda-bindings package"
+
+
+@pytest.mark.parametrize(
+    ("product", "num_tokens", "reason"),
+    [
+        (Product(6144, 4096, "n"), 1, "was not measured at 1 token"),
+        (Product(6144, 4096, "n"), 9, "was not measured at 9 to 16 tokens"),
+        (Product(4096, 12288, "r"), 16, "was not measured at 9 to 16 tokens"),
+        (Product(24576, 4096, "ng"), 17, "was measured slower at 17 to 32 tokens"),
+        (
+            Product(151936, 4096, "n"),
+            8,
+            "was measured slower than tile at 2 to 8 tokens, more than 65536 rows",
+        ),
+        (Product(6144, 4096, "n"), 33, "takes 1 to 32 tokens, not 33"),
+        (Product(6144, 4100, "n"), 8, "needs a multiple of 8 columns, these are 4100"),
+    ],
+)
+def test_choice_says_why_not_mma(product: Product, num_tokens: int, reason: str):
+    choice = choice_of(product, num_tokens)
+    assert dict(choice.rejected)["mma"] == reason
+
+
+def test_choice_of_mma_leaves_the_others_behind():
+    choice = choice_of(Product(6144, 4096, "n"), 4)
+    assert choice.candidate.name == "mma"
+    assert dict(choice.rejected) == {
+        "row": "takes 1 to 1 tokens, not 4",
+        "tile": "ranks below mma",
+        "hopper": "ranks below mma",
+        "torch": "ranks below mma",
+    }
+    older = choice_of(Product(6144, 4096, "n"), 4, A100)
+    assert dict(older.rejected)["mma"] == "needs compute capability 9"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +141,7 @@ def test_choice_for_other_models_goes_by_the_nearest_shape(model: str, name: str
     ],
 )
 def test_choice_says_why_not_hopper(product: Product, num_tokens: int, reason: str):
-    choice = choice_of(product, num_tokens)
+    choice = choice_of(product, num_tokens, has_nvrtc=0)
     assert dict(choice.rejected)["hopper"] == reason
     assert choice.candidate.name == ("row" if num_tokens == 1 else "tile")
 
@@ -119,6 +161,7 @@ def test_gated_products_get_tiles_of_pairs():
         assert pick_config("row", traits).rows % 2 == 0
         assert pick_config("tile", traits).rows % 32 == 0
         assert pick_config("hopper", traits).rows % 128 == 0
+        assert pick_config("mma", traits).rows % 32 == 0
 
 
 @pytest.mark.parametrize(
@@ -143,7 +186,7 @@ def test_select_kernel_says_why_it_takes_another(change: dict[str, int], reason:
     ("change", "reason"),
     [
         ({"is_hopper": 0}, "needs compute capability 9"),
-        ({"is_aligned": 0}, "needs rows of x and the weight at multiples of 16 bytes"),
+        ({"is_aligned": 0}, "needs rows of x and weights at multiples of 16 bytes"),
         ({"num_tokens": 33}, "takes 1 to 32 tokens, not 33"),
     ],
 )
@@ -156,19 +199,23 @@ def test_select_kernel_says_what_the_hopper_kernel_cannot_take(change: dict[str,
 def test_select_kernel_refuses_other_devices_dtypes_and_names():
     for target, dtype in ((Target("cuda", 75), torch.float16), (H200, torch.float32)):
         assert gemm.select_kernel("", target, dtype, TRAITS) == "torch"
-    with pytest.raises(ValueError, match="no kernel fast; there are row, tile, hopper, torch"):
+    with pytest.raises(ValueError, match="no kernel fast; there are row, tile, mma, hopper, torch"):
         gemm.select_kernel("fast", H200, torch.bfloat16, TRAITS)
 
 
 def test_traits_of_arguments_say_what_is_in_the_way():
     x, weight = torch.zeros(3, 32), torch.zeros(8, 32)
     plain = gemm.fused_linear_traits(x, weight, None, None, x[:, :8], is_gated=False)
-    assert plain == Product(8, 32, "").traits(3)
+    assert plain == {**Product(8, 32, "").traits(3), "has_nvrtc": has_nvrtc()}
     odd = gemm.fused_linear_traits(x.half(), weight.T.contiguous().T, None, None, x.T, True)
     assert odd["is_gated"]
     flags = ("has_one_dtype", "is_weight_contiguous", "is_last_dim_contiguous")
     assert [odd[flag] for flag in flags] == [0, 0, 0]
     assert not gemm.fused_linear_traits(x[:, 4:], weight, None, None, None, False)["is_aligned"]
+    for start, is_aligned in ((0, True), (1, False), (8, True)):
+        norm_weight = torch.zeros(40)[start : start + 32]
+        found = gemm.fused_linear_traits(x, weight, None, norm_weight, None, False)
+        assert found["is_aligned"] == is_aligned
 
 
 def _run_module(name: str, environment: dict[str, str]) -> str:
@@ -206,7 +253,8 @@ def test_chosen_kernels_compile_and_fit():
 def test_chosen_sizes_are_right_for_other_models(model: str, num_tokens: int):
     target = Target.of(torch.device("cuda"))
     for product in MODELS[model]:
-        traits = {**product.traits(num_tokens), "is_hopper": target.arch // 10 == 9}
+        flags = {"is_hopper": target.arch // 10 == 9, "has_nvrtc": has_nvrtc()}
+        traits = {**product.traits(num_tokens), **flags}
         for candidate in gemm.CANDIDATES:
             is_able = candidate.rejection(target, torch.bfloat16, traits) is None
             if is_able and candidate.name != "torch":

@@ -8,6 +8,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -30,16 +31,35 @@ extern "C" int emulate(
 """
 
 
-def run_emulated(call: CudaDecode, out: Tensor, order: int = cuda_emulator.ASCENDING) -> None:
+def run_emulated(
+    call: CudaDecode,
+    out: Tensor,
+    order: int = cuda_emulator.ASCENDING,
+    fresh: Sequence[Tensor] = (),
+) -> int:
     """Runs the call's kernel to its end.
 
+    Args:
+        call: to be run.
+        out: its results.
+        order: of threads; blocks must ascend, so not DESCENDING.
+        fresh: what the kernel before this one writes, each contiguous.
+
+    Returns:
+        Copies, each of 16 bytes of keys or values, made before the kernel waited for that one.
+
     Raises:
-        EmulatorError: threads wait for ever or at different barriers.
+        EmulatorError: threads wait for ever or at different barriers, or something of `fresh` was
+            copied before the kernel waited.
     """
     library = _library(call.variant(LIMITS).flags)
+    ends = [end for t in fresh for end in (t.data_ptr(), t.data_ptr() + t.nbytes)]
+    ranges = (ctypes.c_void_p * len(ends))(*ends)
+    library.forbid(ranges, len(fresh))
     args = call.arguments(out)
     if library.emulate(ctypes.byref(args), ctypes.sizeof(DecodeArgs), call.grid, 128, order):
         raise cuda_emulator.EmulatorError(library.emulator_message().decode())
+    return int(library.num_early_copies())
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 // The machine of csrc/attention/device.cuh for a CPU, on top of cuda_emulator.h. An asynchronous copy
 // fills its target with NaN at once and with the values only when it is waited for, so that a missing
-// wait, or a buffer filled again too early, shows in the result.
+// wait, or a buffer filled again too early, shows in the result. Copies from forbidden places before
+// a thread has waited for earlier kernels end the run. Blocks must run in ascending order: a block that
+// looks for what a later one writes ends the run too.
 #pragma once
 #include <math.h>
 
@@ -19,6 +21,15 @@ struct Copy {
 };
 static Copy copies[kMaxThreads][256];
 static int num_copies[kMaxThreads], num_groups[kMaxThreads];
+
+// What the kernel before this one writes: no thread may copy it before it has waited.
+struct Range {
+    const char *begin, *end;
+};
+static const Range* forbidden;
+static int num_forbidden;
+static unsigned waited_in[kMaxThreads];  // block + 1 in which a thread last waited
+static int num_early;  // copies by threads that had not waited
 
 static float widen(unsigned short bits) {
 #if HALF
@@ -54,8 +65,17 @@ static float element(const unsigned* words, int row, int column) {
 static void copy_async(char* shared, const char* global, int bytes) {
     int thread = threadIdx.x, i = emulator::num_copies[thread]++;
     if (i >= 256) emulator::fail("thread %d has too many copies on their way", thread);
+    bool is_early = bytes > 0 && emulator::waited_in[thread] != blockIdx.x + 1;
+    emulator::num_early += is_early;
+    for (int r = 0; is_early && r < emulator::num_forbidden; r++)
+        if (global < emulator::forbidden[r].end && global + bytes > emulator::forbidden[r].begin)
+            emulator::fail("thread %d copies what an earlier kernel still writes", thread);
     memset(shared, 0xff, 16);
     emulator::copies[thread][i] = {shared, global, bytes, emulator::num_groups[thread]};
+}
+static unsigned long long cache_policy(bool) { return 0; }
+static void copy_async(char* shared, const char* global, int bytes, unsigned long long) {
+    copy_async(shared, global, bytes);
 }
 static void commit_copies() { emulator::num_groups[threadIdx.x]++; }
 template <int N> static void wait_copies() {
@@ -132,8 +152,24 @@ static unsigned pack(float first, float second) {
 }
 static float power_of_two(float x) { return exp2f(x); }
 static float log_of_two(float x) { return log2f(x); }
+static float reciprocal(float x) { return 1.0f / x; }
 template <class T> static T load_fresh(const T* p) { return *p; }
-static int arrive(int* counter) { return (*counter)++; }
+template <class T> static T load_relaxed(const T* p) { return *p; }
+template <class T> static void store_relaxed(T* p, const T& value) { *p = value; }
+static void add_release(int* counter, int value) { *counter += value; }
+static int load_acquire(const int* p) { return *p; }
+static void spin() { emulator::fail("thread %d waits for a block that has not run", threadIdx.x); }
+static unsigned bits_of(float x) { return (unsigned)emulator::to_bits(x); }
+static float float_of(unsigned bits) { return emulator::from_bits<float>(bits); }
 static void prefetch(const char*) {}
-static void wait_for_earlier_kernels() {}
+static void wait_for_earlier_kernels() { emulator::waited_in[threadIdx.x] = blockIdx.x + 1; }
 static void let_next_start() {}
+
+// To be called before a run: `ranges` are begins and ends.
+extern "C" void forbid(const void* ranges, int count) {
+    emulator::forbidden = (const emulator::Range*)ranges, emulator::num_forbidden = count;
+    memset(emulator::waited_in, 0, sizeof emulator::waited_in);
+    memset(emulator::num_copies, 0, sizeof emulator::num_copies);
+    emulator::num_early = 0;
+}
+extern "C" int num_early_copies() { return emulator::num_early; }

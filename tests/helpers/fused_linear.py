@@ -18,6 +18,7 @@ from compiled_engine.custom_ops.gemm_choice import pick_config
 from compiled_engine.custom_ops.gemm_skinny import (
     Config,
     HopperConfig,
+    MmaConfig,
     Operands,
     RowConfig,
     TileConfig,
@@ -47,7 +48,8 @@ class Case:
 
 def kernel_of(config: Config) -> str:
     """The kernel that a configuration is for."""
-    return {RowConfig: "row", TileConfig: "tile", HopperConfig: "hopper"}[type(config)]
+    names = {RowConfig: "row", TileConfig: "tile", HopperConfig: "hopper", MmaConfig: "mma"}
+    return names[type(config)]
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,19 @@ class Product:
     parts: str
 
     def traits(self, num_tokens: int) -> dict[str, int]:
-        """Of a call that no kernel but that for Hopper has anything against."""
+        """Of a call that no kernel but those for Hopper has anything against."""
         return {
             "num_tokens": num_tokens,
             "rows": self.rows,
             "size": self.size,
             "is_gated": "g" in self.parts,
+            "has_norm": "n" in self.parts,
             "has_one_dtype": 1,
             "is_weight_contiguous": 1,
             "is_last_dim_contiguous": 1,
             "is_aligned": 1,
             "is_hopper": 0,
+            "has_nvrtc": 1,
         }
 
     def case(self, num_tokens: int, kernel: str) -> Case:

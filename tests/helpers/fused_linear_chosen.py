@@ -1,7 +1,8 @@
-"""The kernels of `fused_linear` that get chosen, compiled for an H200 without one; a program.
+"""The Triton kernels of `fused_linear` that get chosen, compiled for an H200 on any machine.
 
-For the products of models of several sizes every kernel is compiled with the sizes that it would
-run with: it must fit into shared memory and keep its sums in registers. Arguments name models.
+A program; its arguments name models. For the products of models of several sizes every kernel is
+compiled with the sizes that it would run with: it must fit into shared memory and keep its sums in
+registers.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ class Job:
 
 
 def jobs_of(products: tuple[Product, ...]) -> list[Job]:
-    """Every kernel that can serve the products, for every padded number of tokens."""
+    """Every Triton kernel that can serve the products, for every padded number of tokens."""
     found = []
     for num_tokens in TOKENS:
         for product in products:
             traits = {**product.traits(num_tokens), "is_hopper": 1}
             able = [c.name for c in gemm.CANDIDATES if c.rejects(traits) is None]
-            found += [Job(name, num_tokens, product) for name in able if name != "torch"]
+            names = [name for name in able if name not in ("mma", "torch")]
+            found += [Job(name, num_tokens, product) for name in names]
     return found
 
 

@@ -21,7 +21,8 @@ FP8 = torch.float8_e4m3fn
 class Row:
     """A sequence of a step: its query tokens, tokens with KV after the step, and prefix.
 
-    Rows with the same `prefix` name share their first `shared` pages.
+    Rows with the same `prefix` name share their first `shared` pages, as far as these were full
+    before the step.
     """
 
     queries: int
@@ -77,6 +78,16 @@ class PagedCase:
         shape = self.shape
         return (*self.step, shape.page_size, shape.num_heads, shape.num_kv_heads, is_decode)
 
+    def new_kv(self) -> list[Tensor]:
+        """Views of the caches that the step itself writes: keys and values of its tokens."""
+        table, rows, positions, *_ = self.step
+        views = []
+        for row, position in zip(rows[: self.num_real].tolist(), positions.tolist(), strict=False):
+            page, offset = divmod(position, self.shape.page_size)
+            page = int(table[row, page])
+            views += [cache[page, offset] for cache in (self.k_cache, self.v_cache)]
+        return views
+
     def oracle(self) -> Tensor:
         """The result in float64; padding is 0."""
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.q.device)
@@ -128,9 +139,10 @@ def make_case(
     caches = torch.full((2, *cache_shape), float("nan"))
     for row, place, count in zip(rows, places, needed, strict=True):
         prefix = prefixes.setdefault(row.prefix, []) if row.prefix >= 0 else []
-        while len(prefix) < min(row.shared, count) and row.prefix >= 0:
+        shared = min(row.shared, (row.length - row.queries) // size)
+        while len(prefix) < shared and row.prefix >= 0:
             prefix.append(pool.pop())
-        common = prefix[: min(row.shared, count)]
+        common = prefix[:shared]
         pages = common + [pool.pop() for _ in range(count - len(common))]
         table[place, :count] = torch.tensor(pages, dtype=torch.int32)
         for i, page in enumerate(pages):

@@ -7,17 +7,20 @@
 // wait for each other and the next units' chunks are on their way long before. Products are turned
 // around, keys times queries: the query heads are the 8 columns of a product, and few of them are
 // padding. In a prefix that several tokens share, all warps read all chunks, each for 16 query rows.
+// Sums are relative to a score that may lie SLACK below the maximum, so they are seldom scaled anew.
+// The first chunks are copied before the kernel that writes this step's KV has ended, as far as they
+// hold what earlier steps wrote; the launcher says why that is safe.
 #include "args.cuh"
 #include "load.cuh"
 #include "merge.cuh"
 
-// Queries, running maxima and sums of TILES times 8 columns of a warp.
+// Queries and running sums of TILES times 8 columns of a warp.
 template <int TILES> struct Rows {
     u32 q[DIM_TILES][TILES][2];
     float acc[DIM_TILES][TILES][4];  // [16 dims, 8 columns] each
-    float top[TILES][2];             // of columns 2 * (lane % 4) and the next
-    float total[TILES][2];           // this lane's share
-    i32 low[TILES][2];               // first position that is seen; only with a window
+    float top[TILES][2];    // score that sums are relative to, of columns 2 * (lane % 4) and the next
+    float total[TILES][2];  // this lane's share
+    i32 low[TILES][2];      // first position that is seen; only with a window
 
     METHOD void clear() {
 #pragma unroll
@@ -43,10 +46,10 @@ template <int TILES> struct Rows {
 DEVICE float scaled(const DecodeArgs& args, float product) {
     if (!HAS_CAP) return product * args.scale;
     // tanh(x) = 1 - 2 / (exp(2 x) + 1), right for any x
-    return (1.0f - 2.0f / (power_of_two(product * args.cap_in) + 1.0f)) * args.cap_out;
+    return (1.0f - 2.0f * reciprocal(power_of_two(product * args.cap_in) + 1.0f)) * args.cap_out;
 }
 
-// Scores of a chunk: element i of a tile is of position lane / 4 + (i / 2) * 8, column i % 2.
+// Adds the scores of a chunk: element i of a tile is of position lane / 4 + (i / 2) * 8, column i % 2.
 template <int TILES>
 DEVICE void multiply_keys(const Rows<TILES>& rows, const char* keys, float (&s)[TILES][4]) {
     i32 lane = lane_id();
@@ -54,7 +57,7 @@ DEVICE void multiply_keys(const Rows<TILES>& rows, const char* keys, float (&s)[
     float odd[TILES][4];
 #pragma unroll
     for (i32 n = 0; n < TILES; n++)
-        for (i32 i = 0; i < 4; i++) s[n][i] = odd[n][i] = 0.0f;
+        for (i32 i = 0; i < 4; i++) odd[n][i] = 0.0f;
 #pragma unroll
     for (i32 m = 0; m < DIM_TILES; m++) {
         Quad k = load_matrices(row + m * 32);
@@ -66,41 +69,14 @@ DEVICE void multiply_keys(const Rows<TILES>& rows, const char* keys, float (&s)[
         for (i32 i = 0; i < 4; i++) s[n][i] += odd[n][i];
 }
 
-template <int TILES>
-DEVICE void attend_chunk(
-    const DecodeArgs& args, Rows<TILES>& rows, const char* chunk, const Segment& segment, i32 position) {
-    i32 lane = lane_id();
-    float s[TILES][4];
-    multiply_keys(rows, chunk, s);
-    bool is_cut = args.window > 0 || position < segment.begin || position + CHUNK > segment.end;
+// Adds a chunk's values, weighted; `row` is what this lane loads of them.
+template <int TILES> DEVICE void multiply_values(Rows<TILES>& rows, const char* row, const float (&s)[TILES][4]) {
     u32 weights[TILES][2];
 #pragma unroll
     for (i32 n = 0; n < TILES; n++) {
-#pragma unroll
-        for (i32 i = 0; i < 4; i++) {
-            s[n][i] = scaled(args, s[n][i]);
-            i32 at = position + lane / 4 + i / 2 * 8;
-            if (is_cut && (at < max(segment.begin, rows.low[n][i & 1]) || at >= segment.end))
-                s[n][i] = NEGATIVE_INFINITY;
-        }
-#pragma unroll
-        for (i32 i = 0; i < 2; i++) {
-            float higher = larger(rows.top[n][i], column_max(larger(s[n][i], s[n][i + 2])));
-            float shrink = power_of_two(rows.top[n][i] - higher);
-            s[n][i] = power_of_two(s[n][i] - higher);
-            s[n][i + 2] = power_of_two(s[n][i + 2] - higher);
-            rows.total[n][i] = rows.total[n][i] * shrink + (s[n][i] + s[n][i + 2]);
-            rows.top[n][i] = higher;
-#pragma unroll
-            for (i32 m = 0; m < DIM_TILES; m++) {
-                rows.acc[m][n][i] *= shrink;
-                rows.acc[m][n][i + 2] *= shrink;
-            }
-        }
         weights[n][0] = transpose_matrix(pack(s[n][0], s[n][1]));
         weights[n][1] = transpose_matrix(pack(s[n][2], s[n][3]));
     }
-    const char* row = chunk + CHUNK_BYTES + ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + (lane >> 3 & 1) * 16;
 #pragma unroll
     for (i32 m = 0; m < DIM_TILES; m++) {
         Quad v = load_matrices_transposed(row + m * 32);
@@ -109,14 +85,97 @@ DEVICE void attend_chunk(
     }
 }
 
+// Takes away the positions of a chunk that a column does not see.
+template <int TILES>
+DEVICE void hide_positions(const Rows<TILES>& rows, const Segment& segment, i32 position, float (&s)[TILES][4]) {
+#pragma unroll
+    for (i32 n = 0; n < TILES; n++)
+#pragma unroll
+        for (i32 i = 0; i < 4; i++) {
+            i32 at = position + lane_id() / 4 + i / 2 * 8;
+            if (at < max(segment.begin, rows.low[n][i & 1]) || at >= segment.end) s[n][i] = NEGATIVE_INFINITY;
+        }
+}
+
+// Makes sums relative to the maxima of the columns, given those of this lane's rows.
+template <int TILES> DEVICE void raise_tops(Rows<TILES>& rows, const float (&highest)[TILES][2]) {
+#pragma unroll
+    for (i32 n = 0; n < TILES; n++)
+#pragma unroll
+        for (i32 i = 0; i < 2; i++) {
+            float higher = larger(rows.top[n][i], column_max(highest[n][i]));
+            float shrink = power_of_two(rows.top[n][i] - higher);
+            rows.top[n][i] = higher;
+            rows.total[n][i] *= shrink;
+#pragma unroll
+            for (i32 m = 0; m < DIM_TILES; m++) {
+                rows.acc[m][n][i] *= shrink;
+                rows.acc[m][n][i + 2] *= shrink;
+            }
+        }
+}
+
+// Attends to CHUNKS chunks, from `first` on, that stand `distance` bytes apart; the last ones of a
+// shared prefix may not be there.
+template <int CHUNKS, int TILES>
+DEVICE void attend_chunks(
+    const DecodeArgs& args, Rows<TILES>& rows, const char* chunks, i32 distance, const Segment& segment, i32 first) {
+    i32 lane = lane_id();
+    float s[CHUNKS][TILES][4], highest[TILES][2];
+#pragma unroll
+    for (i32 c = 0; c < CHUNKS; c++) {
+        i32 position = (first + c) * CHUNK;
+#pragma unroll
+        for (i32 n = 0; n < TILES; n++)
+            for (i32 i = 0; i < 4; i++) s[c][n][i] = 0.0f;
+        if (CHUNKS == 1 || first + c < segment.end_chunk) multiply_keys(rows, chunks + c * distance, s[c]);
+#pragma unroll
+        for (i32 n = 0; n < TILES; n++)
+            for (i32 i = 0; i < 4; i++) s[c][n][i] = scaled(args, s[c][n][i]);
+        // a chunk that is not there lies past the end
+        if (args.window > 0 || position < segment.begin || position + CHUNK > segment.end)
+            hide_positions(rows, segment, position, s[c]);
+    }
+    bool is_higher = false;
+#pragma unroll
+    for (i32 n = 0; n < TILES; n++)
+#pragma unroll
+        for (i32 i = 0; i < 2; i++) {
+            highest[n][i] = larger(s[0][n][i], s[0][n][i + 2]);
+#pragma unroll
+            for (i32 c = 1; c < CHUNKS; c++)
+                highest[n][i] = larger(highest[n][i], larger(s[c][n][i], s[c][n][i + 2]));
+            is_higher |= highest[n][i] > rows.top[n][i] + SLACK;
+        }
+    if (__any_sync(FULL, is_higher)) raise_tops(rows, highest);
+#pragma unroll
+    for (i32 c = 0; c < CHUNKS; c++)
+#pragma unroll
+        for (i32 n = 0; n < TILES; n++)
+#pragma unroll
+            for (i32 i = 0; i < 4; i++) {
+                s[c][n][i] = power_of_two(s[c][n][i] - rows.top[n][i & 1]);
+                rows.total[n][i & 1] += s[c][n][i];
+            }
+    const char* row = chunks + CHUNK_BYTES + ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + (lane >> 3 & 1) * 16;
+#pragma unroll
+    for (i32 c = 0; c < CHUNKS; c++)
+        if (CHUNKS == 1 || first + c < segment.end_chunk) multiply_values(rows, row + c * distance, s[c]);
+}
+
 // A warp's place in the stream of chunks.
 struct Stream {
     Loader loader;
     i32 stage;
 
-    METHOD void refill(const DecodeArgs& args, const Shared& shared, i32 kv_head) {
-        loader.issue(args, ring_place(shared, warp_id(), stage), kv_head);
+    // Fills the stage at hand, if `is_there` more to copy.
+    METHOD void fill(const DecodeArgs& args, const Shared& shared, bool is_there, i32 kv_head) {
+        if (is_there) loader.issue(args, ring_place(shared, warp_id(), stage), kv_head);
+        commit_copies();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    METHOD void refill(const DecodeArgs& args, const Shared& shared, i32 kv_head) {
+        fill(args, shared, loader.find_step(args), kv_head);
     }
 };
 
@@ -133,8 +192,8 @@ DEVICE void share_rows(const DecodeArgs& args, const Shared& shared, Rows<HEAD_T
                 shared.tops[warp * 8 * HEAD_TILES + head] = rows.top[n][i];
                 shared.totals[warp * 8 * HEAD_TILES + head] = total;
             }
-            float* acc = shared.acc + (warp * args.group + head) * ACC_STRIDE + lane / 4;
-            if (head < args.group)
+            float* acc = shared.acc + (warp * GROUP + head) * ACC_STRIDE + lane / 4;
+            if (head < GROUP)
 #pragma unroll
                 for (i32 m = 0; m < DIM_TILES; m++) {
                     acc[m * 16] = rows.acc[m][n][i];
@@ -143,66 +202,89 @@ DEVICE void share_rows(const DecodeArgs& args, const Shared& shared, Rows<HEAD_T
         }
 }
 
-// Combines the warps' sums of a token into its result, or a partial one.
-DEVICE void store_token(
-    const DecodeArgs& args, const Shared& shared, const Segment& segment, i32 lane_number, i32 kv_head) {
+// Combines the warps' sums of a token into its result, or a partial one: in the lane's slot if the
+// unit goes on in the next lane.
+DEVICE void store_token(const DecodeArgs& args, const Shared& shared, const Segment& segment, bool goes_on,
+                        i32 lane_number, i32 kv_head) {
     constexpr i32 columns = HEAD_DIM / 4;
-    i32 num_heads = args.num_kv_heads * args.group;
-    for (i32 i = threadIdx.x; i < args.group * columns; i += THREADS) {
-        i32 part = i / columns, column = i % columns * 4, head = kv_head * args.group + part;
+#pragma unroll 1
+    for (i32 i = threadIdx.x; i < GROUP * columns; i += THREADS) {
+        i32 part = i / columns, column = i % columns * 4, head = kv_head * GROUP + part;
         float top = LOWEST, total = 0.0f, acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         for (i32 w = 0; w < WARPS; w++) top = larger(top, shared.tops[w * 8 * HEAD_TILES + part]);
 #pragma unroll
         for (i32 w = 0; w < WARPS; w++) {
             float weight = power_of_two(shared.tops[w * 8 * HEAD_TILES + part] - top);
             total += weight * shared.totals[w * 8 * HEAD_TILES + part];
-            Float4 values = *(const Float4*)(shared.acc + (w * args.group + part) * ACC_STRIDE + column);
+            Float4 values = *(const Float4*)(shared.acc + (w * GROUP + part) * ACC_STRIDE + column);
             for (i32 d = 0; d < 4; d++) acc[d] += weight * values.x[d];
         }
-        float sum = top + log_of_two(total), factor = total > 0.0f ? 1.0f / total : 1.0f;
+        float sum = top + log_of_two(total), factor = total > 0.0f ? reciprocal(total) : 1.0f;
         if (segment.partial < 0 && args.sinks)
-            factor /= 1.0f + power_of_two(args.sinks[head] * LOG2E - sum);
+            factor *= reciprocal(1.0f + power_of_two(args.sinks[head] * LOG2E - sum));
         for (i32 d = 0; d < 4; d++) acc[d] *= factor;
         if (segment.partial < 0) {
             store_result(args, segment.token, head, column, acc);
-        } else {
-            i64 place = (i64)(segment.partial + lane_number) * num_heads + head;
-            *(Float4*)(args.partials + place * HEAD_DIM + column) = Float4{{acc[0], acc[1], acc[2], acc[3]}};
-            if (column == 0) args.sums[place] = sum;
+            continue;
         }
+        float* place = slot_of(args, lane_number, head);
+        if (!goes_on) place = partial_of(args, segment.partial + lane_number, head);
+        store_relaxed((Float4*)(place + column),
+                      Float4{{marked(acc[0]), marked(acc[1]), marked(acc[2]), marked(acc[3])}});
+        if (column == 0) store_relaxed(place + HEAD_DIM, marked(sum));
     }
 }
 
-DEVICE void attend_token(
-    const DecodeArgs& args, const Shared& shared, Stream& stream, const Segment& segment, i32 lane_number, i32 kv_head) {
-    Rows<HEAD_TILES> rows;
-    rows.clear();
+DEVICE void load_token(const DecodeArgs& args, Rows<HEAD_TILES>& rows, const Segment& segment, i32 kv_head) {
 #pragma unroll
     for (i32 n = 0; n < HEAD_TILES; n++) {
         i32 part = n * 8 + lane_id() / 4;
-        i64 place = segment.token * args.q_token + (kv_head * args.group + part) * args.q_head;
-        rows.load_queries(n, part < args.group ? args.q + place * 2 : nullptr);
+        i64 place = segment.token * args.q_token + (kv_head * GROUP + part) * args.q_head;
+        rows.load_queries(n, part < GROUP ? args.q + place * 2 : nullptr);
     }
-    // early, so that it is there when the merge needs it
-    i32 record = segment.partial < 0 ? 0 : load_merge(args, segment.candidate);
+}
+
+// `rows` has the token's queries.
+DEVICE void attend_token(const DecodeArgs& args, const Shared& shared, Stream& stream, Rows<HEAD_TILES>& rows,
+                         const Segment& segment, i32 kv_head) {
+    rows.clear();
     i32 num_steps = segment.steps(warp_id());
+#pragma unroll 1
     for (i32 step = 0; step < num_steps; step++) {
         wait_copies<STAGES - 1>();
         __syncwarp();
-        i32 position = (segment.first_chunk + warp_id() + step * WARPS) * CHUNK;
-        attend_chunk(args, rows, ring_place(shared, warp_id(), stream.stage), segment, position);
+        i32 chunk = segment.first_chunk + warp_id() + step * WARPS;
+        attend_chunks<1>(args, rows, ring_place(shared, warp_id(), stream.stage), 0, segment, chunk);
         __syncwarp();
         stream.refill(args, shared, kv_head);
     }
-    share_rows(args, shared, rows);
-    __syncthreads();
-    store_token(args, shared, segment, lane_number, kv_head);
-    __syncthreads();
-    if (segment.partial < 0) return;
-    i32 count = __shfl_sync(FULL, record, OWN_COUNT) + __shfl_sync(FULL, record, GROUP_COUNT);
-    if (threadIdx.x == 0) shared.last[0] = is_last(args, segment.candidate, kv_head, count);
-    __syncthreads();
-    if (shared.last[0]) merge_heads(args, record, kv_head);
+}
+
+// All units of single tokens that a lane has, from that at hand on, and the results of those that
+// end in it.
+DEVICE void attend_tokens(
+    const DecodeArgs& args, const Shared& shared, Stream& stream, Walk walk, i32 lane_number, i32 kv_head) {
+    Merges merges{-1, -1, 0, false};
+    Rows<HEAD_TILES> rows;
+    load_token(args, rows, walk.segment, kv_head);
+#pragma unroll 1
+    for (bool is_first = true;; is_first = false) {
+        i32 next = walk.next_record(args);
+        attend_token(args, shared, stream, rows, walk.segment, kv_head);
+        Segment following = walk.following(args, next);
+        // its queries are on their way while this token's result is written
+        if (!walk.is_last()) load_token(args, rows, following, kv_head);
+        if (!is_first) __syncthreads();  // the unit before has been stored
+        share_rows(args, shared, rows);
+        __syncthreads();
+        bool goes_on = walk.segment.next_tile > walk.stop;
+        store_token(args, shared, walk.segment, goes_on, lane_number, kv_head);
+        if (walk.segment.partial >= 0 && !goes_on)
+            merges.add(walk.place, walk.record, walk.segment.group_count > 0);
+        if (walk.is_last()) break;
+        walk.go_to(next, following);
+    }
+    if (merges.first >= 0) merges.run(args, lane_number, kv_head);
 }
 
 // Query row of a shared prefix's tile: its member and query head.
@@ -210,8 +292,8 @@ struct Place {
     i32 member, part;
 };
 DEVICE Place place_of(const DecodeArgs& args, i32 row) {
-    i32 member = row / args.group;
-    return {member, row - member * args.group};
+    i32 member = row / GROUP;
+    return {member, row - member * GROUP};
 }
 
 DEVICE void load_members(
@@ -222,7 +304,7 @@ DEVICE void load_members(
         Place at = place_of(args, (warp_id() * SHARED_TILES + n) * 8 + lane_id() / 4);
         bool is_there = at.member < segment.num_members;
         i64 token = is_there ? load_fresh(tokens + at.member) : 0;
-        i64 place = token * args.q_token + (kv_head * args.group + at.part) * args.q_head;
+        i64 place = token * args.q_token + (kv_head * GROUP + at.part) * args.q_head;
         rows.load_queries(n, is_there ? args.q + place * 2 : nullptr);
         for (i32 i = 0; i < 2 && args.window > 0; i++) {
             at = place_of(args, (warp_id() * SHARED_TILES + n) * 8 + (lane_id() & 3) * 2 + i);
@@ -234,96 +316,109 @@ DEVICE void load_members(
 
 DEVICE void store_members(
     const DecodeArgs& args, const Rows<SHARED_TILES>& rows, const Segment& segment, i32 lane_number, i32 kv_head) {
-    i32 num_heads = args.num_kv_heads * args.group, lane = lane_id();
+    i32 lane = lane_id();
 #pragma unroll
     for (i32 n = 0; n < SHARED_TILES; n++)
 #pragma unroll
         for (i32 i = 0; i < 2; i++) {
-            float total = column_sum(rows.total[n][i]), factor = total > 0.0f ? 1.0f / total : 1.0f;
+            float total = column_sum(rows.total[n][i]), factor = total > 0.0f ? reciprocal(total) : 1.0f;
             Place at = place_of(args, (warp_id() * SHARED_TILES + n) * 8 + (lane & 3) * 2 + i);
             if (at.member >= segment.num_members) continue;
-            i64 row = segment.partial + lane_number * args.width + at.member;
-            i64 place = row * num_heads + kv_head * args.group + at.part;
-            float* target = args.partials + place * HEAD_DIM + lane / 4;
+            i32 row = segment.partial + lane_number * args.width + at.member;
+            float* place = partial_of(args, row, kv_head * GROUP + at.part);
 #pragma unroll
             for (i32 m = 0; m < DIM_TILES; m++) {
-                target[m * 16] = rows.acc[m][n][i] * factor;
-                target[m * 16 + 8] = rows.acc[m][n][i + 2] * factor;
+                place[m * 16 + lane / 4] = marked(rows.acc[m][n][i] * factor);
+                place[m * 16 + 8 + lane / 4] = marked(rows.acc[m][n][i + 2] * factor);
             }
-            if (lane < 4) args.sums[place] = rows.top[n][i] + log_of_two(total);
+            if (lane < 4) place[HEAD_DIM] = marked(rows.top[n][i] + log_of_two(total));
         }
 }
 
-DEVICE void attend_members(
-    const DecodeArgs& args, const Shared& shared, Stream& stream, const Segment& segment, i32 lane_number, i32 kv_head) {
+DEVICE void attend_members(const DecodeArgs& args, const Shared& shared, Stream& stream, const Segment& segment,
+                           i32 unit, i32 lane_number, i32 kv_head) {
     Rows<SHARED_TILES> rows;
     rows.clear();
     load_members(args, rows, segment, kv_head);
-    i32 num_steps = segment.steps(0);
+    i32 num_steps = segment.steps(0), distance = STAGES * 2 * CHUNK_BYTES;
+#pragma unroll 1
     for (i32 step = 0; step < num_steps; step++) {
         wait_copies<STAGES - 1>();
         __syncthreads();
-        for (i32 w = 0; w < WARPS; w++) {
-            i32 chunk = segment.first_chunk + w + step * WARPS;
-            if (chunk < segment.end_chunk)
-                attend_chunk(args, rows, ring_place(shared, w, stream.stage), segment, chunk * CHUNK);
+#pragma unroll 1
+        for (i32 w = 0; w < WARPS; w += PREFIX_CHUNKS) {
+            i32 chunk = segment.first_chunk + step * WARPS + w;
+            if (chunk >= segment.end_chunk) break;
+            attend_chunks<PREFIX_CHUNKS>(args, rows, ring_place(shared, w, stream.stage), distance, segment, chunk);
         }
         __syncthreads();
         stream.refill(args, shared, kv_head);
     }
     store_members(args, rows, segment, lane_number, kv_head);
     __syncthreads();
-    if (threadIdx.x < segment.num_members) {
-        i32 candidate = load_fresh(args.work + args.member_candidates + segment.token + threadIdx.x);
-        const i32* record = args.work + args.merges + candidate * MERGE_FIELDS;
-        i32 count = load_fresh(record + OWN_COUNT) + load_fresh(record + GROUP_COUNT);
-        shared.last[threadIdx.x] = is_last(args, candidate, kv_head, count) ? candidate : -1;
-    }
-    __syncthreads();
-    for (i32 i = 0; i < segment.num_members; i++)
-        if (shared.last[i] >= 0) merge_heads(args, load_merge(args, shared.last[i]), kv_head);
-    __syncthreads();
+    if (threadIdx.x == 0) add_release(counter_of(args, unit, kv_head), 1);
 }
 
 // Zeroes the tokens of padding.
 DEVICE void clear_padding(const DecodeArgs& args, i32 num_real) {
-    i32 pairs = args.num_kv_heads * args.group * HEAD_DIM / 2;
+    i32 pairs = num_heads(args) * HEAD_DIM / 2;
+#pragma unroll 1
     for (i32 token = num_real + blockIdx.x; token < args.num_tokens; token += gridDim.x)
+#pragma unroll 1
         for (i32 i = threadIdx.x; i < pairs; i += THREADS) ((u32*)args.out)[(i64)token * pairs + i] = 0;
+}
+
+// Asks the second-level cache for this lane's slot, which was last used by an earlier layer.
+DEVICE void prefetch_slot(const DecodeArgs& args, i32 lane_number, i32 kv_head) {
+    const char* slot = (const char*)slot_of(args, lane_number, kv_head * GROUP);
+#pragma unroll 1
+    for (i32 at = threadIdx.x * 128; at < GROUP * PART_SIZE * 4; at += THREADS * 128) prefetch(slot + at);
+}
+
+// Fills the ring of a warp: as far as earlier steps wrote it before the wait for earlier kernels, then
+// the rest. Blocks without tiles wait too.
+DEVICE void begin_stream(const DecodeArgs& args, const Shared& shared, Stream& stream, i32 kv_head) {
+    bool has_waited = false;
+#pragma unroll 1
+    for (i32 i = 0;; i++) {
+        bool is_there = stream.loader.find_step(args);
+        if (!has_waited && (i >= min(args.early, STAGES) || !is_there || !stream.loader.is_early())) {
+            if (HAS_GROUPS && is_there && stream.loader.segment.num_members > 0)
+                stream.loader.prefetch_chunks(args, kv_head);
+            wait_for_earlier_kernels();
+            has_waited = true;
+        }
+        if (i == STAGES) break;
+        stream.fill(args, shared, is_there, kv_head);
+    }
 }
 
 // Grid: lanes times KV heads, the KV heads of a lane side by side.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode_attention(const __grid_constant__ DecodeArgs args) {
     DYNAMIC_SHARED(memory);
     if (args.is_early) let_next_start();
-    Shared shared = shared_places(memory, args.group);
+    Shared shared = shared_places(memory);
     i32 kv_head = blockIdx.x % args.num_kv_heads, lane_number = blockIdx.x / args.num_kv_heads;
-    i32 num_tiles = load_fresh(args.work + NUM_KV_TILES), num_real = load_fresh(args.work + NUM_REAL);
-    i32 place = load_fresh(args.work + args.lanes + lane_number);
-    i32 share = num_tiles / args.num_lanes, extra = num_tiles % args.num_lanes;
-    i32 tile = lane_number * share + min(lane_number, extra);
-    i32 stop = tile + share + (lane_number < extra);
+    i32 record = load_fresh(args.work + args.lanes + lane_number * LANE_FIELDS + lane_id());
+    i32 tile = __shfl_sync(FULL, record, LANE_TILE), stop = __shfl_sync(FULL, record, LANE_STOP);
+    i32 place = __shfl_sync(FULL, record, LANE_UNIT), num_real = __shfl_sync(FULL, record, LANE_REAL);
     Stream stream;
     stream.stage = 0;
-    if (tile < stop) {
-        stream.loader.begin(args, place, tile, stop);
-        stream.loader.prefetch_chunks(args, kv_head);
-    }
-    wait_for_earlier_kernels();
+    stream.loader.begin(args, record, tile, stop);
+    Walk walk{stream.loader.segment, place, __shfl_sync(FULL, record, LANE_RECORD + lane_id()), stop};
+    if (tile < stop) prefetch_slot(args, lane_number, kv_head);
+    begin_stream(args, shared, stream, kv_head);
     if (!args.is_early) let_next_start();
     clear_padding(args, num_real);
     if (tile >= stop) return;
-    Segment segment = stream.loader.segment;
-    for (i32 i = 0; i < STAGES; i++) stream.refill(args, shared, kv_head);
-    for (;;) {
-        i32 record = load_record(args, place + 1);  // may lie past the last unit, not past the list
-        if (HAS_GROUPS && segment.num_members > 0)
-            attend_members(args, shared, stream, segment, lane_number, kv_head);
-        else
-            attend_token(args, shared, stream, segment, lane_number, kv_head);
-        if (segment.next_tile >= stop) break;
-        place++;
-        segment = segment_of(args, record, segment.next_tile, stop);
+    bool is_over = false;
+#pragma unroll 1
+    while (HAS_GROUPS && !is_over && walk.segment.num_members > 0) {
+        i32 next = walk.next_record(args);
+        attend_members(args, shared, stream, walk.segment, walk.place, lane_number, kv_head);
+        is_over = walk.is_last();
+        if (!is_over) walk.go_to(next, walk.following(args, next));
     }
+    if (!is_over) attend_tokens(args, shared, stream, walk, lane_number, kv_head);
     wait_copies<0>();
 }

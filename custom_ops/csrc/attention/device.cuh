@@ -36,6 +36,21 @@ DEVICE void copy_async(char* shared, const char* global, i32 bytes) {
                  : "memory");
 }
 
+// How long the second-level cache keeps what is copied: as long as usual, or it is the first to go.
+DEVICE u64 cache_policy(bool is_read_again) {
+    u64 usual, first;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(usual));
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    return is_read_again ? usual : first;
+}
+
+// The same as `copy_async`, with a policy.
+DEVICE void copy_async(char* shared, const char* global, i32 bytes, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(bytes), "l"(policy)
+                 : "memory");
+}
+
 // Ends a group of copies of this thread.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -106,6 +121,12 @@ DEVICE float log_of_two(float x) {
     return result;
 }
 
+DEVICE float reciprocal(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
 // Loads past the first-level cache, which may hold what an earlier kernel left there.
 DEVICE i32 load_fresh(const i32* p) {
     i32 result;
@@ -113,26 +134,45 @@ DEVICE i32 load_fresh(const i32* p) {
     return result;
 }
 DEVICE u32 load_fresh(const u32* p) { return (u32)load_fresh((const i32*)p); }
-DEVICE float load_fresh(const float* p) {
+
+// Loads and stores of values by which blocks meet: each 4 bytes are seen whole, in no order.
+DEVICE float load_relaxed(const float* p) {
     float result;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(result) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(result) : "l"(p) : "memory");
     return result;
 }
-DEVICE Float4 load_fresh(const Float4* p) {
+DEVICE Float4 load_relaxed(const Float4* p) {
     Float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x[0]), "=f"(v.x[1]), "=f"(v.x[2]), "=f"(v.x[3])
                  : "l"(p)
                  : "memory");
     return v;
 }
-
-// Adds 1 to a counter; what the block wrote before is seen by who later finds the sum here.
-DEVICE i32 arrive(i32* counter) {
-    i32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    return before;
+DEVICE void store_relaxed(float* p, float value) {
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(value) : "memory");
 }
+DEVICE void store_relaxed(Float4* p, const Float4& v) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(v.x[0]), "f"(v.x[1]),
+                 "f"(v.x[2]), "f"(v.x[3])
+                 : "memory");
+}
+
+// Adds to a counter; what the block wrote before (a barrier after it) is seen by who acquires the sum.
+DEVICE void add_release(i32* counter, i32 value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+DEVICE i32 load_acquire(const i32* p) {
+    i32 result;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(result) : "l"(p) : "memory");
+    return result;
+}
+
+// Between two looks at what another block is to write.
+DEVICE void spin() {}
+
+DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
+DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 
 // Asks the second-level cache for what lies around `p`.
 DEVICE void prefetch(const char* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
@@ -155,7 +195,7 @@ DEVICE void let_next_start() {
 DEVICE i32 lane_id() { return threadIdx.x & 31; }
 DEVICE i32 warp_id() { return threadIdx.x >> 5; }
 
-DEVICE float larger(float a, float b) { return a > b ? a : b; }
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 
 // Over the lanes that hold the rows of a column of a product.
 DEVICE float column_max(float x) {

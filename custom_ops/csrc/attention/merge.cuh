@@ -1,77 +1,192 @@
-// Combines partial results. Who arrives last at a token and KV head reads all of them in their order,
-// so the result does not depend on who that is.
+// Combines partial results. A unit that is cut by lanes is finished by the lane that has its last
+// segment: the lanes before leave theirs in slots of the work list, which hold 0 until then and again
+// afterwards, so that each value says itself that it is there and no block has to fence its stores.
+// What prefixes leave is counted. A lane waits only for lanes before it.
 #pragma once
-#include "args.cuh"
+#include "load.cuh"
 
 DEVICE void store_result(const DecodeArgs& args, i32 token, i32 head, i32 column, const float (&v)[4]) {
-    i64 place = ((i64)token * (args.num_kv_heads * args.group) + head) * HEAD_DIM + column;
+    i64 place = ((i64)token * num_heads(args) + head) * HEAD_DIM + column;
     int2 packed;
     packed.x = (i32)pack(v[0], v[1]);
     packed.y = (i32)pack(v[2], v[3]);
     *(int2*)(args.out + place * 2) = packed;
 }
 
-// The result of one head of a candidate, by a warp.
-DEVICE void merge_head(const DecodeArgs& args, i32 record, i32 head) {
-    constexpr i32 BATCH = 24;  // loads on their way
-    i32 token = __shfl_sync(FULL, record, MERGE_TOKEN);
-    i32 own_row = __shfl_sync(FULL, record, OWN_ROW), own_count = __shfl_sync(FULL, record, OWN_COUNT);
+// Place of a head's partial result in a lane's slot, or in a row of the scratch.
+DEVICE float* slot_of(const DecodeArgs& args, i32 lane_number, i32 head) {
+    i32 part = lane_number * num_heads(args) + head;
+    return (float*)(args.work + args.slots) + part * PART_SIZE;
+}
+DEVICE float* partial_of(const DecodeArgs& args, i32 row, i32 head) {
+    return args.partials + ((i64)row * num_heads(args) + head) * PART_SIZE;
+}
+
+// The same number with bits that are not all 0.
+DEVICE float marked(float x) {
+    u32 bits = bits_of(x);
+    return float_of(bits ? bits : 0x80000000u);
+}
+
+DEVICE u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+
+// A head's partial results in the order in which they are combined: of lanes before, of this lane,
+// of the prefix.
+struct Parts {
+    float *slots, *own, *grouped;
+    i32 num_slots, num_grouped;
+    i64 slot_step, group_step;
+
+    METHOD i32 count() const { return num_slots + 1 + num_grouped; }
+    METHOD float* place(i32 i) const {
+        if (i < num_slots) return slots + i * slot_step;
+        return i == num_slots ? own : grouped + (i - num_slots - 1) * group_step;
+    }
+};
+
+DEVICE Parts parts_of(const DecodeArgs& args, i32 record, i32 lane_number, i32 head) {
+    i32 first_lane = __shfl_sync(FULL, record, FIRST_LANE);
+    i32 row = __shfl_sync(FULL, record, PARTIAL) + lane_number;
     i32 group_row = __shfl_sync(FULL, record, GROUP_ROW);
-    i32 count = own_count + __shfl_sync(FULL, record, GROUP_COUNT);
-    i32 num_heads = args.num_kv_heads * args.group, column = lane_id() * 4;
-    bool has_column = column < HEAD_DIM;
+    Parts parts;
+    parts.slots = slot_of(args, first_lane, head);
+    parts.own = partial_of(args, row, head);
+    parts.grouped = partial_of(args, group_row, head);
+    parts.num_slots = lane_number - first_lane;
+    parts.num_grouped = __shfl_sync(FULL, record, GROUP_COUNT);
+    parts.slot_step = num_heads(args) * PART_SIZE;
+    parts.group_step = parts.slot_step * args.width;
+    return parts;
+}
+
+// Leaves the slots as they were; each lane of the warp those values that it has read.
+DEVICE void clear_slots(const Parts& parts) {
+    i32 lane = lane_id();
+#pragma unroll 1
+    for (i32 i = 0; i < parts.num_slots; i++) {
+        if (lane * 4 < HEAD_DIM)
+            store_relaxed((Float4*)(parts.place(i) + lane * 4), Float4{{0.0f, 0.0f, 0.0f, 0.0f}});
+        if (lane == i % 32) store_relaxed(parts.place(i) + HEAD_DIM, 0.0f);
+    }
+}
+
+// The result of one head of a token, by a warp, with BATCH loads on their way. All parts are marked.
+template <int BATCH> DEVICE void merge_head(const DecodeArgs& args, const Parts& parts, i32 token, i32 head) {
+    i32 last = parts.count() - 1, column = min(lane_id() * 4, HEAD_DIM - 4);
     float top = LOWEST, total = 0.0f, acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     if (args.sinks) {
         top = args.sinks[head] * LOG2E;
         total = 1.0f;
     }
-    for (i32 first = 0; first < count; first += 32) {
-        i32 mine = first + lane_id();
-        i32 row = mine < own_count ? own_row + mine : group_row + (mine - own_count) * args.width;
-        float sum = mine < count ? load_fresh(args.sums + row * num_heads + head) : NEGATIVE_INFINITY;
-        float weight = 0.0f;
-        for (i32 batch = 0; batch < 32 && first + batch < count; batch += BATCH) {
-            Float4 parts[BATCH];
+#pragma unroll 1
+    for (i32 first = 0; first <= last; first += BATCH) {
+        i32 mine = first + lane_id() % BATCH;  // past the last part: that one again, without weight
+        const float* place = parts.place(min(mine, last));
+        Float4 values[BATCH];
+        float sum;
+        u32 least;
+#pragma unroll 1
+        do {
+            sum = load_relaxed(place + HEAD_DIM);
 #pragma unroll
             for (i32 j = 0; j < BATCH; j++) {
-                i32 i = first + batch + j;
-                i64 other = i < own_count ? own_row + i : group_row + (i - own_count) * args.width;
-                const float* source = args.partials + (other * num_heads + head) * HEAD_DIM + column;
-                parts[j] = Float4{{0.0f, 0.0f, 0.0f, 0.0f}};
-                if (batch + j < 32 && i < count && has_column) parts[j] = load_fresh((const Float4*)source);
+                const float* other = (const float*)__shfl_sync(FULL, (u64)place, j);
+                values[j] = load_relaxed((const Float4*)(other + column));
             }
-            if (batch == 0) {  // here, so that the loads above are on their way
-                float higher = larger(top, warp_max(sum)), shrink = power_of_two(top - higher);
-                weight = power_of_two(sum - higher);
-                total = total * shrink + warp_sum(weight);
-                for (i32 d = 0; d < 4; d++) acc[d] *= shrink;
-                top = higher;
-            }
+            least = bits_of(sum);
 #pragma unroll
-            for (i32 j = 0; j < BATCH; j++) {
-                float w = __shfl_sync(FULL, weight, (batch + j) & 31);
-                for (i32 d = 0; d < 4; d++) acc[d] += w * parts[j].x[d];
-            }
+            for (i32 j = 0; j < BATCH; j++)
+                for (i32 d = 0; d < 4; d++) least = smaller(least, bits_of(values[j].x[d]));
+            if (least == 0) spin();
+        } while (__any_sync(FULL, least == 0));
+        if (mine > last || lane_id() >= BATCH) sum = NEGATIVE_INFINITY;
+        float higher = larger(top, warp_max(sum)), shrink = power_of_two(top - higher);
+        float weight = power_of_two(sum - higher);
+        total = total * shrink + warp_sum(weight);
+        for (i32 d = 0; d < 4; d++) acc[d] *= shrink;
+        top = higher;
+#pragma unroll
+        for (i32 j = 0; j < BATCH; j++) {
+            float w = __shfl_sync(FULL, weight, j);
+            for (i32 d = 0; d < 4; d++) acc[d] += w * values[j].x[d];
         }
     }
-    for (i32 d = 0; d < 4; d++) acc[d] /= total;
-    if (has_column) store_result(args, token, head, column, acc);
+    float factor = reciprocal(total);
+    for (i32 d = 0; d < 4; d++) acc[d] *= factor;
+    if (lane_id() * 4 < HEAD_DIM) store_result(args, token, head, column, acc);
+    clear_slots(parts);
 }
 
-DEVICE i32 load_merge(const DecodeArgs& args, i32 candidate) {
-    const i32* record = args.work + args.merges + candidate * MERGE_FIELDS;
-    return lane_id() < MERGE_FIELDS ? load_fresh(record + lane_id()) : 0;
+// Counter of a prefix's unit: its finished segments, and in the upper half its merged members.
+DEVICE i32* counter_of(const DecodeArgs& args, i32 unit, i32 kv_head) {
+    return args.work + args.counters + unit * args.num_kv_heads + kv_head;
 }
 
-// Counts this block's partial result of a candidate; true if it was the last of `count`.
-DEVICE bool is_last(const DecodeArgs& args, i32 candidate, i32 kv_head, i32 count) {
-    i32* counter = args.work + args.counters + candidate * args.num_kv_heads + kv_head;
-    if (arrive(counter) != count - 1) return false;
-    *counter = 0;  // for the next layer
-    return true;
-}
+// How a member leaves its prefix: the last one of a unit clears the counter.
+struct Leave {
+    i32* counter;
+    i32 full, seen;  // seen: looked at late, as it takes time to come
 
-// The results of a KV head's query heads, by the whole block.
-DEVICE void merge_heads(const DecodeArgs& args, i32 record, i32 kv_head) {
-    for (i32 h = warp_id(); h < args.group; h += WARPS) merge_head(args, record, kv_head * args.group + h);
-}
+    METHOD void end() const {
+        if (counter && seen == full) *counter = 0;
+    }
+};
+
+// Units of a lane, at places [first, end), that end in it and have results elsewhere, and maybe others
+// without. Kept for the end of the lane, so that nothing waits before all is read.
+struct Merges {
+    i32 first, end;
+    i32 record;  // of the last one
+    bool is_grouped;
+
+    METHOD void add(i32 place, i32 unit_record, bool is_member) {
+        if (first < 0) first = place;
+        end = place + 1;
+        record = unit_record;
+        is_grouped |= is_member;
+    }
+
+    // Until all prefixes have been read; counts the members that need them no more. All threads.
+    METHOD Leave wait_for_groups(const DecodeArgs& args, i32 kv_head) const {
+        Leave leave{nullptr, 0, 0};
+#pragma unroll 1
+        for (i32 place = first + threadIdx.x; place < end; place += THREADS) {
+            const i32* unit = args.work + args.units + place * UNIT_FIELDS;
+            i32 count = load_fresh(unit + GROUP_COUNT), size = load_fresh(unit + GROUP_SIZE);
+            i32* counter = counter_of(args, load_fresh(unit + GROUP_UNIT), kv_head);
+            if (count == 0) continue;
+            while ((load_acquire(counter) & 0xffff) != count) spin();
+            leave.end();
+            leave = {counter, (size - 1) << 16 | count, atomicAdd(counter, 1 << 16)};
+        }
+        __syncthreads();
+        return leave;
+    }
+
+    // Writes the units' results. All threads.
+    METHOD void run(const DecodeArgs& args, i32 lane_number, i32 kv_head) const {
+        __syncthreads();  // this lane's own parts are written
+        i32 next = record_of(args, warp_id());
+        Leave leave{nullptr, 0, 0};
+        if (HAS_GROUPS && is_grouped) leave = wait_for_groups(args, kv_head);
+#pragma unroll 1
+        for (i32 i = warp_id(); i < (end - first) * GROUP; i += WARPS) {
+            i32 unit_record = next, head = kv_head * GROUP + i % GROUP;
+            next = record_of(args, i + WARPS);
+            if (__shfl_sync(FULL, unit_record, PARTIAL) < 0) continue;
+            Parts parts = parts_of(args, unit_record, lane_number, head);
+            i32 token = __shfl_sync(FULL, unit_record, TOKEN);
+            if (parts.count() <= 8)
+                merge_head<8>(args, parts, token, head);
+            else
+                merge_head<16>(args, parts, token, head);
+        }
+        leave.end();
+    }
+
+    // Of the unit of the i-th head to be merged.
+    METHOD i32 record_of(const DecodeArgs& args, i32 i) const {
+        i32 place = min(first + i / GROUP, end - 1);
+        return place == end - 1 ? record : load_record(args, place);
+    }
+};
