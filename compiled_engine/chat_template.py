@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -46,6 +47,10 @@ class _GenerationTag(jinja2.ext.Extension):
 class ChatTemplates:
     """The compiled templates of one model: "default" and others such as "tool_use".
 
+    Attributes:
+        text: of all templates.
+        variables: names that they read from outside, such as `messages` and `tools`.
+
     Args:
         sources: template name -> Jinja text.
         special_tokens: `bos_token`, `eos_token` and so on, as templates see them.
@@ -58,9 +63,13 @@ class ChatTemplates:
         environment = _environment()
         self._special_tokens = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
+        self.text = "\n".join(sources.values())
+        self.variables: frozenset[str] = frozenset()
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
+                names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+                self.variables |= names - environment.globals.keys()
             except jinja2.TemplateError as error:
                 raise ConfigError(
                     f'chat template "{name}" of the model folder is no valid Jinja: {error}',

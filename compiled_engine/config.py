@@ -2,7 +2,7 @@
 
 Nothing here is derived from a model or a device; derived values live with what derives them.
 Environment variables that are read at all: `COMPILED_ENGINE_CACHE` (cache folder) and
-`COMPILED_ENGINE_LOG_LEVEL`; none changes a result.
+`COMPILED_ENGINE_LOG_LEVEL`; none changes a result. Tests set a third, see `faults`.
 """
 
 from __future__ import annotations
@@ -141,25 +141,53 @@ class ServerConfig:
         host: address to bind; loopback unless the operator says otherwise.
         port: 0 takes a free one.
         served_model_name: name on `/v1/models`; None is the model path as given.
-        api_key: if set, every route but `/health`, `/ready` and `/metrics` asks for it.
+        api_key: the operator's; if set, every route but `/health`, `/ready`, `/progress` and
+            `/metrics` asks for a key.
+        api_key_file: further keys, a line `NAME KEY` each, for all but the control routes.
+        max_requests_per_key: as max_queued_requests, for each key of api_key_file.
+        max_tokens_per_key: as max_queued_tokens, for each key of api_key_file.
         max_queued_requests: unfinished requests beyond which new ones get 429.
         max_queued_tokens: prompt tokens of unfinished requests beyond which new ones get 429.
         max_body_bytes: larger request bodies get 413.
         max_n: largest `n` of one request.
+        tool_call_parser: how tool calls are found in answers: hermes, qwen3_coder, llama3_json,
+            pythonic, mistral, deepseek_v3, deepseek_v31, kimi_k2, glm45, gpt_oss, json or none;
+            "auto" goes by the chat template.
+        reasoning_parser: how reasoning is found in answers: base, deepseek_r1, qwen3, glm45,
+            kimi_k2, mistral, gpt_oss or none; "auto" goes by the chat template.
         drain_timeout_s: how long a shutdown waits for running streams.
-        engine_timeout_s: silence of the engine process after which it counts as hung.
+        engine_timeout_s: silence of the engine process after which it counts as hung; after twice
+            that it is given up.
+        ready_timeout_s: silence, or age of an unfinished step, after which `/ready` answers 503.
+        restart_engine: how many times a dead engine process is started again.
+        weight_version: label of the weights in answers of `/generate` and `/get_weight_version`.
+        profile_dir: where `/start_profile` lets the engine write traces; without it, it is refused.
+        access_log: log a line for each call, and one with times and counts for each sequence; never
+            holds a prompt.
+        log_prompts: log the bodies of calls, prompts included.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
     api_key: str | None = None
+    api_key_file: Path | None = None
+    max_requests_per_key: int | None = None
+    max_tokens_per_key: int | None = None
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
     max_body_bytes: int = 64 * 1024 * 1024
     max_n: int = 16
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     drain_timeout_s: float = 30.0
     engine_timeout_s: float = 60.0
+    ready_timeout_s: float = 4.0
+    restart_engine: int = 0
+    weight_version: str = "default"
+    profile_dir: Path | None = None
+    access_log: bool = True
+    log_prompts: bool = False
 
     def __post_init__(self) -> None:
         _check("--port", self.port, 0, 65535)
@@ -169,6 +197,10 @@ class ServerConfig:
         _check("--max-n", self.max_n, 1, 1024)
         _check("--drain-timeout-s", self.drain_timeout_s, 0, 86400)
         _check("--engine-timeout-s", self.engine_timeout_s, 1, 86400)
+        _check("--ready-timeout-s", self.ready_timeout_s, 1, 86400)
+        _check("--restart-engine", self.restart_engine, 0, 1_000_000)
+        _check("--max-requests-per-key", self.max_requests_per_key, 1, 1_000_000)
+        _check("--max-tokens-per-key", self.max_tokens_per_key, 1, 2**40)
         if self.served_model_name == "":
             raise ConfigError(
                 "--served-model-name is empty; leave it out to use the model's path",
@@ -176,6 +208,10 @@ class ServerConfig:
             )
         if self.api_key == "":
             raise ConfigError("--api-key is empty; leave it out to serve without", param="api_key")
+        for name in ("max_requests_per_key", "max_tokens_per_key"):
+            if getattr(self, name) is not None and self.api_key_file is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} needs --api-key-file", param=name)
 
 
 def config_to_json(config: EngineConfig) -> str:

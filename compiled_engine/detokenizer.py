@@ -58,9 +58,11 @@ class DetokenizerFactory:
         self._byte_token_ids = _byte_token_ids(backend) if "ByteFallback" in names else frozenset()
         self._anchor_id = _find_anchor(backend, special_token_ids | self._byte_token_ids)
 
-    def new(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokeniser for one answer."""
-        skipped = self._special_token_ids if skip_special_tokens else frozenset()
+    def new(
+        self, *, skip_special_tokens: bool = True, kept_ids: Collection[int | None] = ()
+    ) -> Detokenizer:
+        """A detokeniser for one answer; `kept_ids` stay in its text though they are special."""
+        skipped = self._special_token_ids - set(kept_ids) if skip_special_tokens else frozenset()
         if self._is_byte_level:
             return _ByteLevelDetokenizer(self._backend, skipped)
         return _PieceDetokenizer(self._backend, skipped, self._byte_token_ids, self._anchor_id)

@@ -17,6 +17,8 @@ from compiled_engine.compile.torch_compat import has_own_kernel
 from compiled_engine.config import EngineConfig
 from compiled_engine.custom_ops import ALL_OPS
 from compiled_engine.device import pick_device
+from compiled_engine.grammar import GrammarService
+from compiled_engine.grammar_compiler import TokenTable
 from compiled_engine.kv_cache import allocate
 from compiled_engine.loop import StepLoop
 from compiled_engine.memory import MemoryNeeds, MemoryTable, measure_needs, memory_table
@@ -41,6 +43,7 @@ from compiled_engine.settings import (
 )
 from compiled_engine.step import StepExecutor
 from compiled_engine.step_times import StepTimes
+from compiled_engine.tokenizer import Tokenizer, has_tokenizer
 
 # Ops that `--cudagraph-mode piecewise` keeps out of graphs.
 SPLIT_OPS = ("ce::paged_attention",)
@@ -102,6 +105,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         is_overlapped=settings.is_overlapped,
         step_times=_measure_step_times(config, model_config, executor),
         loops_on_device=config.device_loop,
+        grammars=_grammar_service(config, settings),
     )
     memory = None
     if needs is not None:
@@ -113,6 +117,24 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
             needs=needs,
         )
     return Engine(settings, driver, loop, memory)
+
+
+def _grammar_service(config: EngineConfig, settings: Settings) -> GrammarService | None:
+    """Compiles grammars for the model's tokenizer; None where it has none, or no end token."""
+    folder = settings.tokenizer_folder
+    if not (has_tokenizer(folder) and settings.eos_token_ids):
+        return None
+
+    def load_tokens() -> TokenTable:
+        tokenizer = Tokenizer.from_folder(folder, trust_remote_code=config.trust_remote_code)
+        tokens = [""] * settings.vocab_size
+        for token, token_id in tokenizer.backend.get_vocab(with_added_tokens=True).items():
+            if token_id < len(tokens):
+                tokens[token_id] = token
+        special = sorted(i for i in tokenizer.special_token_ids if i < len(tokens))
+        return TokenTable(tokens, special, list(settings.eos_token_ids), tokenizer.backend.to_str())
+
+    return GrammarService(load_tokens)
 
 
 def kept_ops(device: torch.device) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 Run as `python -m compiled_engine.engine_process ENDPOINT CONFIG_JSON PARENT_PID`. The API process
 binds the endpoint. Exit codes: 0 asked to stop, 2 the configuration cannot work (the last frame
-says why), 4 the engine failed (likewise), 5 the API process is gone.
+says why), 4 the engine failed (likewise), 5 the API process is gone. Faults on purpose: `faults`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -22,10 +24,19 @@ import zmq
 from compiled_engine.config import EngineConfig, LoadFormat, config_from_json
 from compiled_engine.device import device_note
 from compiled_engine.engine import Engine, build_engine
-from compiled_engine.errors import ConfigError, InvalidRequestError
-from compiled_engine.ipc import STATUS_INTERVAL_S, ClientFrame, EngineFrame, EngineStatus
+from compiled_engine.errors import ConfigError, EngineError, InvalidRequestError
+from compiled_engine.faults import VARIABLE, Fault, fault_of
+from compiled_engine.ipc import (
+    STATUS_INTERVAL_S,
+    ClientFrame,
+    ControlCall,
+    ControlResult,
+    EngineFrame,
+    EngineStatus,
+)
 from compiled_engine.models.source import resolve_model
-from compiled_engine.request import Request, TokenEvent, validate_request
+from compiled_engine.profiler import StepProfiler
+from compiled_engine.request import FinishReason, Request, TokenEvent, validate_request
 from compiled_engine.settings import BuildProgress, find_model
 
 EXIT_STOPPED, EXIT_CONFIG, EXIT_FAILED, EXIT_ORPHANED = 0, 2, 4, 5
@@ -100,11 +111,17 @@ class Channel:
 class EngineServer:
     """Runs an engine's loop and turns frames into requests and events into frames."""
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
+    def __init__(self, engine: Engine, channel: Channel, fault: Fault | None = None) -> None:
         self.engine = engine
         self.loop = engine.loop
+        self.loop.executor.survives_out_of_memory = True
         self.channel = channel
+        self._fault = fault
+        self._profiler = StepProfiler()
         self._is_stopping = False
+        self._is_paused = False
+        self._flushes: list[ControlCall] = []  # wait for the last rows to be given back
+        self._results: list[ControlResult] = []
 
     def run(self) -> None:
         """Serves until a shutdown frame arrives."""
@@ -118,23 +135,50 @@ class EngineServer:
         self.channel.send(EngineFrame())
         while not self._is_stopping:
             self._turn()
+        if self._profiler.is_running:
+            self._stop_profile()
 
     def _turn(self) -> None:
         """One round: take frames in, launch a step if there is work, send what it gave."""
         has_unread = self.loop.executor.outbox.num_unread > 0
-        is_idle = not (self.loop.has_work or has_unread)
+        is_idle = not (self._may_step or has_unread)
         events = self._take_in(IDLE_WAIT_MS if is_idle else 0)
         # Reading the last records waits for the device too: it may hang there as well.
         self.channel.busy_since = time.monotonic()
         tokens = None
-        if self.loop.has_work:
+        if self._may_step:
+            if self._fault is not None and self._fault.before_step(self.loop):
+                text = "the engine gave the request up"
+                events += self._give_up(self.loop.rows_in_use(), "abort", text)
             tokens = self.loop.step()
+            events += self._end_what_was_too_large()
+            if self._profiler.note_step():
+                self._stop_profile()
         elif has_unread:
             events += self.loop.drain()
+        events += self.loop.take_refusals()
+        events += self._flush_if_idle()
         self.channel.busy_since = None
-        if tokens or events or self.channel.is_status_due():
+        if tokens or events or self._results or self.channel.is_status_due():
             self._update_status()
-            self.channel.send(EngineFrame(tokens=tokens or None, events=events))
+            results, self._results = self._results, []
+            self.channel.send(
+                EngineFrame(
+                    tokens=tokens or None,
+                    events=events,
+                    queue_s=self.loop.queue_times.take(),
+                    control_results=results,
+                )
+            )
+
+    @property
+    def _may_step(self) -> bool:
+        """There is work, and nobody paused it; the last rows are given back even so."""
+        return self.loop.has_work and not (self._is_paused and self._has_requests)
+
+    @property
+    def _has_requests(self) -> bool:
+        return self.loop.num_running + self.loop.num_waiting > 0
 
     def _take_in(self, wait_ms: int) -> list[TokenEvent]:
         events: list[TokenEvent] = []
@@ -145,7 +189,100 @@ class EngineServer:
                     events.append(refused)
             for request_id in frame.aborts:
                 self.loop.abort(request_id)
+            for call in frame.controls:
+                self._control(call)
             self._is_stopping = self._is_stopping or frame.shutdown
+        return events
+
+    # --- control --------------------------------------------------------------------------
+
+    def _control(self, call: ControlCall) -> None:
+        match call.action:
+            case "flush_cache":
+                self._flushes.append(call)
+                return
+            case "pause":
+                self._is_paused = True
+            case "continue":
+                self._is_paused = False
+            case "start_profile":
+                self._start_profile(call)
+                return
+            case "stop_profile":
+                self._stop_profile(call)
+                return
+        self._results.append(ControlResult(call_id=call.call_id))
+
+    def _flush_if_idle(self) -> list[TokenEvent]:
+        """Empties the prefix cache for whoever asked, or refuses while there are requests."""
+        if not self._flushes:
+            return []
+        if self._has_requests:
+            refusal = (
+                f"{self.loop.num_running} requests run and {self.loop.num_waiting} wait: the cache "
+                "can be flushed only when there are none"
+            )
+        elif self.loop.has_work:
+            return []  # rows that ended are given back by the next steps
+        else:
+            refusal = None
+            events = self.loop.drain()
+            self.loop.reset_prefix_cache()
+        calls, self._flushes = self._flushes, []
+        self._results += [ControlResult(call_id=c.call_id, refusal=refusal) for c in calls]
+        return [] if refusal else events
+
+    def _start_profile(self, call: ControlCall) -> None:
+        refusal, path = None, ""
+        if self._profiler.is_running:
+            refusal = "a profile runs already"
+        else:
+            try:
+                path = str(self._profiler.start(Path(call.folder), call.num_steps))
+            except OSError as error:
+                refusal = f"the profile folder cannot be written to: {error}"
+        self._results.append(ControlResult(call_id=call.call_id, refusal=refusal, path=path))
+
+    def _stop_profile(self, call: ControlCall | None = None) -> None:
+        """Writes the trace; without a call the profile ends by itself."""
+        refusal, path = None, ""
+        if not self._profiler.is_running:
+            refusal = "no profile runs"
+        else:
+            self.channel.busy_since = None  # however long this takes, no step hangs
+            try:
+                path = str(self._profiler.stop())
+                logger.info("wrote %s", path)
+            except (OSError, RuntimeError) as error:
+                refusal = f"the trace cannot be written: {error}"
+                logger.warning("%s", refusal)
+        if call is not None:
+            self._results.append(ControlResult(call_id=call.call_id, refusal=refusal, path=path))
+
+    # --- failures -------------------------------------------------------------------------
+
+    def _end_what_was_too_large(self) -> list[TokenEvent]:
+        """Ends the requests that made a step run out of memory; the others go on."""
+        given = self.loop.executor.take_out_of_memory()
+        if given is None:
+            return []
+        rows = self.loop.rows_in_use()
+        served = [n for n, row in rows.items() if given[row]]
+        # Prompts; without one, the request that came last.
+        largest = [n for n in served if given[rows[n]] > 1] or served[-1:]
+        if not largest:
+            raise EngineError("a step ran out of memory and no request can be blamed")
+        logger.error("a step ran out of memory: %d requests end with an error", len(largest))
+        text = "the step that computed this request ran out of memory; send less at once"
+        return self._give_up(largest, "error", text)
+
+    def _give_up(
+        self, request_ids: Iterable[int], reason: FinishReason, text: str
+    ) -> list[TokenEvent]:
+        events = []
+        for request_id in request_ids:
+            self.loop.abort(request_id)
+            events.append(TokenEvent(request_id, [], reason, 0, text))
         return events
 
     def _submit(self, request: Request) -> TokenEvent | None:
@@ -153,13 +290,14 @@ class EngineServer:
         try:
             validate_request(request, self.engine.limits)
         except InvalidRequestError as error:
-            return TokenEvent(request.request_id, [], "error", 0, error.message)
+            return TokenEvent(request.request_id, [], "error", 0, error.message, is_refusal=True)
         self.loop.submit(request)
         return None
 
     def _update_status(self) -> None:
         status, stats = self.channel.status, self.loop.stats
         status.num_steps = stats.num_steps
+        status.is_paused = self._is_paused
         status.num_requests_running = self.loop.num_running
         status.num_requests_waiting = self.loop.num_waiting
         status.num_pages_total = self.loop.executor.shape.num_pages - 1
@@ -183,9 +321,10 @@ def serve(endpoint: str, config: EngineConfig, parent_pid: int) -> int:
         channel.status.phase_detail = f"{label} ({done}/{total})"
 
     try:
+        fault = fault_of(os.environ.get(VARIABLE))
         channel.status.device_note = device_note(config.device)
         config = _find_folders(config, channel.status, report)
-        EngineServer(build_engine(config, report), channel).run()
+        EngineServer(build_engine(config, report), channel, fault).run()
     except ConfigError as error:
         channel.send(EngineFrame(fatal=error.message))
         return EXIT_CONFIG

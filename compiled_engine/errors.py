@@ -70,5 +70,26 @@ class EngineUnavailableError(EngineError):
     error_type = "service_unavailable_error"
 
 
+class ConflictError(EngineError):
+    """A control call cannot be done in the engine's present state (HTTP 409)."""
+
+    status = 409
+    error_type = "conflict_error"
+
+
+class ForbiddenError(EngineError):
+    """The API key is right, but not for this route (HTTP 403)."""
+
+    status = 403
+    error_type = "permission_error"
+
+
+class RequestAbortedError(EngineError):
+    """The operator ended the request: `/abort_request` (HTTP 499, which clients do not retry)."""
+
+    status = 499
+    error_type = "request_aborted"
+
+
 class ConfigError(EngineError, ValueError):
     """A command-line flag, model folder or environment cannot work (exit code 2)."""

@@ -19,6 +19,36 @@ Phase = Literal["loading", "compiling", "ready", "draining"]
 
 STATUS_INTERVAL_S = 0.25
 
+ControlAction = Literal["flush_cache", "pause", "continue", "start_profile", "stop_profile"]
+
+
+class ControlCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something the engine is to do between two steps, once.
+
+    Attributes:
+        call_id: comes back in the result.
+        folder: where a profile is written.
+        num_steps: a profile ends by itself after so many steps; 0 waits for "stop_profile".
+    """
+
+    call_id: int
+    action: ControlAction
+    folder: str = ""
+    num_steps: int = 0
+
+
+class ControlResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of a `ControlCall`.
+
+    Attributes:
+        refusal: why it cannot be done in the present state; None if it was done.
+        path: of the file that a profile goes into.
+    """
+
+    call_id: int
+    refusal: str | None = None
+    path: str = ""
+
 
 class EngineStatus(msgspec.Struct, kw_only=True):
     """Counters and gauges of the engine, sent with a step's events and every `STATUS_INTERVAL_S`.
@@ -27,11 +57,12 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     `step_age_s` is the age of the last finished step while work exists, else 0. While it loads,
     `phase_detail` is "label (done/total)". `device_note` says where it runs, if that may surprise.
     The folders are empty until the engine has found them. `memory` says where a GPU's memory went,
-    by name in bytes; empty on a CPU.
+    by name in bytes; empty on a CPU. While `is_paused`, requests wait and no step is launched.
     """
 
     phase: Phase = "loading"
     phase_detail: str = ""
+    is_paused: bool = False
     num_steps: int = 0
     step_age_s: float = 0.0
     num_requests_running: int = 0
@@ -58,6 +89,7 @@ class ClientFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     submits: list[Request] = []
     aborts: list[int] = []
+    controls: list[ControlCall] = []
     shutdown: bool = False
 
 
@@ -65,11 +97,13 @@ class EngineFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Engine process -> API process. `fatal` is the last frame of an engine that cannot go on.
 
     `tokens` are those of a step; `events` are those of requests that were refused, and of several
-    steps at once.
+    steps at once. `queue_s` has, for requests that got a row, the seconds they waited for it.
     """
 
     tokens: TokenBatch | None = None
     events: list[TokenEvent] = []
+    queue_s: dict[int, float] = {}
+    control_results: list[ControlResult] = []
     status: EngineStatus | None = None
     fatal: str | None = None
 

@@ -83,7 +83,8 @@ class LLM:
             sampling_params: one for all, or one for each.
 
         Raises:
-            InvalidRequestError: a prompt or parameter cannot be honoured; nothing was run then.
+            InvalidRequestError: a prompt or parameter cannot be honoured; nothing was run then. Or
+                a grammar cannot be compiled or followed; the other answers are lost.
         """
         listed = _as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -156,6 +157,8 @@ class LLM:
         while loop.has_work:
             for event in loop.step():
                 self._collect(collectors, event)
+            for refusal in loop.take_refusals():
+                raise InvalidRequestError(str(refusal.error), param="grammar")
         for event in loop.drain():
             self._collect(collectors, event)
 

@@ -2,12 +2,12 @@
 
 Owns which request sits in which row; the device owns everything else. `normal_loop` reads a step's
 record before it launches the next step; `overlap_loop` launches first and reads one step later.
-Both give the same tokens: the device never waits for what the host reads.
+Both give the same tokens: the device never waits for what the host reads. While grammars run, the
+overlapped loop reads first too, since the next masks follow from the tokens (`grammar_loop`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections import deque
@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from compiled_engine.grammar import GrammarService
+from compiled_engine.grammar_rows import GrammarRows
+from compiled_engine.loop_stats import LoopStats
 from compiled_engine.outbox import (
     COLUMN_CACHED,
     COLUMN_FLAGS,
@@ -28,20 +31,18 @@ from compiled_engine.outbox import (
     RingOutbox,
 )
 from compiled_engine.prefix_guess import PrefixGuess
+from compiled_engine.queue_times import QueueTimes
 from compiled_engine.request import FinishReason, ModelLimits, Request, TokenEvent
-from compiled_engine.sampler import ParamInbox, Variant, build_param_inbox, variant_of
+from compiled_engine.sampler import ParamInbox, RowMask, Variant, build_param_inbox, variant_of
 from compiled_engine.scheduler.advance import (
-    COUNT_CACHED_PAGES,
     COUNT_DECODE_ROWS,
-    COUNT_ERRORS,
-    COUNT_FREE_PAGES,
     COUNT_RESIDENT_ROWS,
-    COUNT_RETRACTIONS,
     COUNT_STEP_TOKENS,
     COUNT_WAITING_ROWS,
     COUNT_WANTED_TOKENS,
 )
-from compiled_engine.scheduler.inbox import Inbox, InboxBuilder, SubmitEntry
+from compiled_engine.scheduler.inbox import Inbox, InboxBuilder, MaskEntry, SubmitEntry
+from compiled_engine.scheduler.keys import salt_of
 from compiled_engine.scheduler.prefix import forget_all
 from compiled_engine.seats import SeatColumns
 from compiled_engine.step import StepExecutor, StepKey
@@ -77,21 +78,6 @@ class _Launched(NamedTuple):
     at: float  # seconds, host clock
 
 
-@dataclass
-class LoopStats:
-    """Totals since start, and gauges of the newest record read."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_retractions: int = 0
-    num_scheduler_errors: int = 0
-    num_pages_active: int = 0
-    num_pages_cached: int = 0
-    num_pages_free: int = 0
-
-
 class StepLoop:
     """Drives an executor.
 
@@ -103,6 +89,7 @@ class StepLoop:
         is_overlapped: use `overlap_loop`.
         step_times: limits the time of mixed steps; None does not.
         loops_on_device: use `device_loop`.
+        grammars: compiles grammars; None refuses requests that have one.
     """
 
     def __init__(
@@ -115,6 +102,7 @@ class StepLoop:
         is_overlapped: bool,
         step_times: StepTimes | None = None,
         loops_on_device: bool = False,
+        grammars: GrammarService | None = None,
     ) -> None:
         self.executor = executor
         self.limits = limits
@@ -122,8 +110,13 @@ class StepLoop:
         self.is_overlapped = is_overlapped
         self.stats = LoopStats(num_pages_free=executor.shape.num_pages - 1)
         self.inbox = InboxBuilder(executor.shape)
+        self._grammars = GrammarRows(grammars)
         # Most steps hand nothing to the device.
-        self._no_entries = (self.inbox.take()[0], build_param_inbox(executor.shape, []))
+        self._no_entries: tuple[Inbox, ParamInbox, list[RowMask]] = (
+            self.inbox.take()[0],
+            build_param_inbox(executor.shape, []),
+            [],
+        )
         self._random = random.Random(seed)
         self._queue: deque[Request] = deque()
         self._free_rows = list(range(executor.shape.max_rows - 1, -1, -1))
@@ -135,6 +128,7 @@ class StepLoop:
         self._seat_of: dict[int, _Seat] = {}  # by request id
         self._unstarted: dict[int, int] = {}  # row -> prompt tokens, until its first token
         self._guess = PrefixGuess(is_caching=executor.shape.prefix_caching)
+        self.queue_times = QueueTimes()
         self._arrival = 0
         self._newest: HostRecord | None = None
         self._unread: deque[_Launched] = deque()  # steps launched and not read
@@ -146,17 +140,38 @@ class StepLoop:
     # --- requests -------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queues a validated request; it gets a row as soon as one is free."""
-        self._queue.append(request)
+        """Queues a validated request; it gets a row as soon as one is free.
+
+        One with a grammar is queued once that is compiled, or refused; see `take_refusals`.
+        """
+        self.queue_times.arrive(request.request_id)
+        if request.params.grammar is not None:
+            self._grammars.begin(request)
+        else:
+            self._queue.append(request)
+
+    def take_refusals(self) -> list[TokenEvent]:
+        """Events of requests whose grammar failed since the last call."""
+        refusals = self._grammars.take_refusals()
+        for event in refusals:
+            self.queue_times.forget(event.request_id)
+        return refusals
 
     def abort(self, request_id: int) -> None:
         """Ends a request without further events; unknown or finished ids are ignored."""
+        self.queue_times.forget(request_id)
+        if self._grammars.forget(request_id):
+            return
         seat = self._seat_of.pop(request_id, None)
         if seat is None:
             self._queue = deque(r for r in self._queue if r.request_id != request_id)
         elif not seat.is_over:
             self._end(seat)
             self.inbox.abort(seat.row, seat.gen)
+
+    def rows_in_use(self) -> dict[int, int]:
+        """Request id -> row of the requests that have one and go on, oldest first."""
+        return {n: seat.row for n, seat in self._seat_of.items() if not seat.is_over}
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix; no request may be running."""
@@ -168,7 +183,8 @@ class StepLoop:
     @property
     def has_work(self) -> bool:
         """A step would do something: requests wait, rows are in use, entries are on their way."""
-        return bool(self._queue or self._seats) or not self.inbox.is_empty
+        is_waiting = bool(self._queue or self._seats or self._grammars.has_work)
+        return is_waiting or not self.inbox.is_empty
 
     @property
     def num_running(self) -> int:
@@ -178,7 +194,7 @@ class StepLoop:
     @property
     def num_waiting(self) -> int:
         """Requests that wait: for a row, for pages, or retracted."""
-        return len(self._queue) + self._num_waiting_rows
+        return len(self._queue) + self._grammars.num_compiling + self._num_waiting_rows
 
     @property
     def _num_waiting_rows(self) -> int:
@@ -190,6 +206,11 @@ class StepLoop:
 
     def step(self) -> TokenBatch:
         """Launches one step and returns the tokens of what was read back."""
+        if self._grammars.num_compiling:
+            self._queue.extend(self._grammars.take_ready())
+            if not (self._queue or self._seats or self.executor.outbox.num_unread):
+                self._grammars.wait_for_compile()
+                return TokenBatch()
         if self._loops_on_device:
             return self.device_loop()
         return self.overlap_loop() if self.is_overlapped else self.normal_loop()
@@ -201,8 +222,16 @@ class StepLoop:
 
     def overlap_loop(self) -> TokenBatch:
         """Launch, then read the record of the step before."""
+        if self._grammars.rows:
+            return self.grammar_loop()
         self._launch()
         return self._read() if self.executor.outbox.num_unread > 1 else TokenBatch()
+
+    def grammar_loop(self) -> TokenBatch:
+        """Read, then launch: one step stays in flight between two calls, with all masks there."""
+        tokens = self._read() if self.executor.outbox.num_unread else TokenBatch()
+        self._launch()
+        return tokens
 
     def device_loop(self) -> TokenBatch:
         """Lets the device repeat steady decode steps; else as `overlap_loop`."""
@@ -233,6 +262,8 @@ class StepLoop:
         """All that runs is decoding, and the host has nothing to hand to the device."""
         if self._newest is None or not self._num_live or not self.inbox.is_empty:
             return False
+        if self._grammars.rows:
+            return False
         counts = self._newest.counts
         is_decoding = counts[COUNT_DECODE_ROWS] == counts[COUNT_RESIDENT_ROWS] > 0
         num_waiting = int(counts[COUNT_WAITING_ROWS])
@@ -257,16 +288,31 @@ class StepLoop:
 
     def _launch(self) -> None:
         self._seat_requests()
+        if self._grammars.rows:
+            self._collect_masks()
         has_entries = not self.inbox.is_empty
-        inbox, param_inbox = self._take_entries() if has_entries else self._no_entries
+        inbox, param_inbox, masks = self._take_entries() if has_entries else self._no_entries
         key = self._choose_step(self._variant)
-        self.executor.launch(inbox, param_inbox, key, has_entries=has_entries)
+        if self._grammars.rows:
+            key = key._replace(is_masked=True)
+        self.executor.launch(inbox, param_inbox, key, has_entries=has_entries, masks=masks)
         spare = max(0, key.num_tokens - self._num_live)
         self._unread.append(_Launched(key, spare, time.perf_counter()))
         self.stats.num_steps += 1
 
-    def _take_entries(self) -> tuple[Inbox, ParamInbox]:
-        """The next step's entries, and the sampling parameters of the requests submitted in it."""
+    def _collect_masks(self) -> None:
+        """Hands the device the masks that are there; ends rows whose grammar failed."""
+        is_idle = len(self._grammars.rows) == self._num_live and not self._unread
+        for grammar in self._grammars.collect(is_idle=is_idle):
+            if grammar.error is None:
+                self.inbox.mask(grammar.row, grammar.gen, grammar.position)
+                continue
+            self._end(self._seats[grammar.row])
+            self.inbox.abort(grammar.row, grammar.gen)
+            self._grammars.refuse(grammar.request_id, grammar.error, is_refusal=False)
+
+    def _take_entries(self) -> tuple[Inbox, ParamInbox, list[RowMask]]:
+        """The next step's entries; parameters of the requests submitted in it, masks it brings."""
         inbox, applied = self.inbox.take()
         submitted = [self._seats[entry.row] for entry in applied if isinstance(entry, SubmitEntry)]
         for seat in submitted:
@@ -274,7 +320,11 @@ class StepLoop:
                 salt = salt_of(seat.request.cache_salt)
                 self._guess.add(seat.row, seat.request.prompt_token_ids, salt)
         entries = [(s.row, s.request.params, s.seed, s.stop_ids) for s in submitted]
-        return inbox, build_param_inbox(self.executor.shape, entries)
+        arrived = (
+            self._grammars.mask_of(e.row, e.gen) for e in applied if isinstance(e, MaskEntry)
+        )
+        masks = [mask for mask in arrived if mask is not None]
+        return inbox, build_param_inbox(self.executor.shape, entries), masks
 
     @property
     def _variant(self) -> Variant:
@@ -296,9 +346,10 @@ class StepLoop:
         room = longest - len(prompt)
         max_new = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = params.stop_token_ids
-        if not params.ignore_eos:
+        if not params.ignore_eos or params.grammar is not None:
             stop_ids = tuple(dict.fromkeys((*self.eos_token_ids, *stop_ids)))
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        self.queue_times.seat(request.request_id)
         self._gens[row] += 1
         self._arrival += 1
         seat = _Seat(
@@ -325,7 +376,10 @@ class StepLoop:
             salt=salt_of(request.cache_salt),
             prompt=prompt,
             max_len=seat.max_len,
+            grammar=params.grammar is not None,
         )
+        if params.grammar is not None:
+            self._grammars.seat(request, row, seat.gen)
 
     def _choose_step(self, variant: Variant) -> StepKey:
         """The step to launch: places for what the device could use, from numbers one step old.
@@ -372,7 +426,9 @@ class StepLoop:
 
     def _take_record(self, record: HostRecord) -> TokenBatch:
         self._newest = record
-        self._count(record)
+        self.stats.take(record.counts, self.executor.shape.num_pages)
+        if self._grammars.rows:
+            self._grammars.take_tokens(record.rows)
         started = self._columns.started()
         news = record.rows[started.rows]
         is_steady = len(news) == len(self._seats) and (news[:, :2] == started.expected).all()
@@ -412,15 +468,6 @@ class StepLoop:
         if self._step_times is not None and launched.key.is_mixed and launched.at < before:
             self._step_times.learn(launched.key.num_tokens, self._context(), now - before)
 
-    def _count(self, record: HostRecord) -> None:
-        counts, stats = record.counts, self.stats
-        free, cached = int(counts[COUNT_FREE_PAGES]), int(counts[COUNT_CACHED_PAGES])
-        stats.num_retractions = int(counts[COUNT_RETRACTIONS])
-        stats.num_scheduler_errors = int(counts[COUNT_ERRORS])
-        stats.num_pages_cached = cached
-        stats.num_pages_free = free - cached
-        stats.num_pages_active = self.executor.shape.num_pages - 1 - free
-
     def _start(self, seat: _Seat, num_cached: int) -> None:
         """The seat's first token is there."""
         self._columns.start(seat.row)
@@ -433,6 +480,7 @@ class StepLoop:
         """No more events for the seat's request."""
         seat.is_over = True
         self._columns.end(seat.row)
+        self._grammars.leave(seat.row)
         self._num_live -= 1
         self._unstarted.pop(seat.row, None)
         self._guess.leave(seat.row)
@@ -444,11 +492,3 @@ class StepLoop:
         self._num_by_variant[seat.variant] -= 1
         self._seat_of.pop(seat.request.request_id, None)
         self._free_rows.append(seat.row)
-
-
-def salt_of(text: str) -> int:
-    """A request's cache salt as the scheduler's non-negative integer; the empty one is 0."""
-    if not text:
-        return 0
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2

@@ -14,6 +14,7 @@ import msgspec
 from compiled_engine.errors import InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]
 
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 300
@@ -21,8 +22,31 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 16
 MAX_TOP_K = 2**31 - 1
+MAX_GRAMMAR_CHARS = 128 * 1024
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 PRIORITY_MIN, PRIORITY_MAX = -(2**15), 2**15 - 1
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an answer must look like. Lengths are checked on construction, the rest when it is used.
+
+    Attributes:
+        kind: of the text: a JSON Schema, nothing (any JSON object), a regular expression that the
+            whole answer matches, a JSON list of texts of which it is one, an EBNF grammar with the
+            rule "root", or a structural tag in JSON.
+        text: empty for "json_object" only.
+
+    Raises:
+        InvalidRequestError: the text is empty or too long.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _check_length(self.kind, len(self.text), MAX_GRAMMAR_CHARS, unit="characters")
+        if not self.text and self.kind != "json_object":
+            raise InvalidRequestError(f"{self.kind} is empty", param=self.kind)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +68,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stop_token_ids: token ids that end the answer.
         min_tokens: no end token is chosen before this many generated tokens.
         max_tokens: generated tokens at most; None means up to the model's length.
-        ignore_eos: end-of-sequence tokens do not end the answer.
+        ignore_eos: end-of-sequence tokens do not end the answer, unless a grammar is given.
+        grammar: what the answer must look like; it also decides where the answer may end.
 
     Raises:
         InvalidRequestError: a value is out of range; names the field, the value and the limit.
@@ -64,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: int = 0
     max_tokens: int | None = None
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         _check_range("temperature", self.temperature, 0.0, 100.0)
@@ -81,6 +107,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens = {self.max_tokens}",
+                param="min_tokens",
+            )
+        if self.grammar is not None and self.min_tokens:
+            raise InvalidRequestError(
+                "min_tokens cannot be combined with a grammar, which decides where the answer ends",
                 param="min_tokens",
             )
         self._check_lists()
@@ -142,6 +173,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
         finish_reason: None while it runs.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         error: message for the client where finish_reason is "error".
+        is_refusal: the error is the client's: the request cannot be honoured as it stands.
     """
 
     request_id: int
@@ -149,6 +181,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    is_refusal: bool = False
 
 
 def validate_request(request: Request, limits: ModelLimits) -> None:

@@ -3,6 +3,7 @@
 Owns the parameters by row, penalties and variants; the draw itself is the op `sample_rows`. Three
 variants, each a superset of the one before: GREEDY, SAMPLED, FULL (with
 penalties, bias and min_tokens); the host picks the smallest that serves every row it has submitted.
+Where a row has a grammar, `mask_logits` comes before any of them.
 """
 
 from __future__ import annotations
@@ -110,6 +111,41 @@ def apply_params(params: RowParams, inbox: ParamInbox) -> None:
     """Writes the submitted rows' parameters, in place."""
     for target, value in zip(params, inbox.values, strict=True):
         target.index_put_((inbox.rows,), value)
+
+
+class RowMask(NamedTuple):
+    """The tokens that a row's grammar allows at its next position."""
+
+    row: int
+    bits: np.ndarray  # [words] i32, bit i % 32 of word i // 32 is token i
+
+
+def new_mask_bits(num_rows: int, vocab_size: int, device: torch.device | str) -> Tensor:
+    """The masks of all rows, [num_rows, bytes] u8: bit i % 8 of byte i // 8 is token i.
+
+    Args:
+        num_rows: R + 1.
+        vocab_size: columns of the logits, padding included.
+        device: where.
+    """
+    num_words = -(-vocab_size // 32)
+    return torch.zeros(num_rows, num_words * 4, dtype=torch.uint8, device=device)
+
+
+def mask_logits(logits: Tensor, mask_bits: Tensor, has_grammar: Tensor, seq_rows: Tensor) -> Tensor:
+    """Minus infinity for tokens that the row's grammar forbids: [S, padded vocab], as the logits.
+
+    Args:
+        logits: [S, padded vocab].
+        mask_bits: from `new_mask_bits`.
+        has_grammar: [R + 1] bool; other rows keep their logits.
+        seq_rows: [S] i32, row of each place.
+    """
+    rows = seq_rows.long()
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (mask_bits[rows].unsqueeze(-1) >> places) & 1
+    is_forbidden = bits.view(rows.shape[0], -1)[:, : logits.shape[1]] == 0
+    return logits.masked_fill(is_forbidden & has_grammar[rows][:, None], float("-inf"))
 
 
 class Sampled(NamedTuple):

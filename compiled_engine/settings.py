@@ -185,6 +185,7 @@ def scheduler_shape(config: EngineConfig, settings: Settings) -> SchedulerShape:
         # A GPU's steps are long and large: prompts must arrive faster than they are computed.
         max_submits=16 if is_cpu else 64,
         max_pieces=16 if is_cpu else 256,
+        max_masks=min(settings.max_num_seqs, 256),
         token_page_size=token_page,
         num_token_pages=settings.max_num_seqs * width,
         prefix_caching=config.enable_prefix_caching,

@@ -7,7 +7,7 @@ its size; `--cudagraph-mode none` launches the same functions one by one, which 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,11 +29,19 @@ from compiled_engine.outbox import (
 )
 from compiled_engine.passes import decode_attention
 from compiled_engine.pieces import LayerVersion, StepPieces
-from compiled_engine.sampler import ParamInbox, Sampled, Variant, new_row_params
+from compiled_engine.sampler import (
+    ParamInbox,
+    RowMask,
+    Sampled,
+    Variant,
+    mask_logits,
+    new_mask_bits,
+    new_row_params,
+)
 from compiled_engine.scheduler.inbox import Inbox
 from compiled_engine.scheduler.plan import Plan
 from compiled_engine.scheduler.state import new_state
-from compiled_engine.upload import DeviceInbox
+from compiled_engine.upload import DeviceInbox, MaskUpload
 
 
 class StepKey(NamedTuple):
@@ -46,6 +54,7 @@ class StepKey(NamedTuple):
     num_tokens: int
     is_mixed: bool
     variant: Variant
+    is_masked: bool = False  # rows with a grammar are sampled under their masks
 
 
 class StepExecutor:
@@ -57,6 +66,10 @@ class StepExecutor:
         pieces: the functions of a step, made for `pieces.shape`.
         buckets: token counts a step may have, ascending; the last is `shape.max_tokens`.
         driver: has compiled the pieces.
+
+    Attributes:
+        survives_out_of_memory: a step that runs out of memory computes nothing instead of raising;
+            set by whoever asks `take_out_of_memory` after each step. Captured steps never do.
     """
 
     def __init__(
@@ -76,6 +89,9 @@ class StepExecutor:
         self.device = caches[0].k_cache.device
         self.state = new_state(shape, self.device)
         self.params = new_row_params(shape.max_rows + 1, self.device)
+        num_columns = model.config.vocab_size
+        self.mask_bits = new_mask_bits(shape.max_rows + 1, num_columns, self.device)
+        self._mask_upload = MaskUpload(self.mask_bits, shape.max_masks)
         queue = RingOutbox if pieces.scheduler == "cuda" else Outbox
         self.outbox: RecordQueue = queue(shape.max_rows + 1, self.device)
         self._layers = list(zip(model.layers, caches, strict=True))
@@ -91,6 +107,8 @@ class StepExecutor:
         self.loop_control: LoopControl | None = None
         self._loops: dict[StepKey, DeviceLoop] = {}
         self._upload: DeviceInbox | None = None
+        self.survives_out_of_memory = False
+        self._out_of_memory: list[int] | None = None
 
     @property
     def reads_plans(self) -> bool:
@@ -98,14 +116,21 @@ class StepExecutor:
         return self.device.type == "cpu"
 
     def launch(
-        self, inbox: Inbox, param_inbox: ParamInbox, key: StepKey, *, has_entries: bool
+        self,
+        inbox: Inbox,
+        param_inbox: ParamInbox,
+        key: StepKey,
+        *,
+        has_entries: bool,
+        masks: Sequence[RowMask] = (),
     ) -> None:
         """Runs one step of at most `key.num_tokens` tokens and writes its record.
 
         On a GPU it waits for nothing and has that many places; on a CPU it has as many as the plan
         needs, and a step without tokens does not run the model. Without entries in the inbox
-        nothing is copied.
+        nothing is copied. `masks` are those whose arrival the inbox announces.
         """
+        self._mask_upload.send(masks)
         if self.reads_plans:
             with torch.no_grad():
                 self._run_here(inbox, param_inbox, key)
@@ -123,7 +148,7 @@ class StepExecutor:
             self._graphs.replay(key)
             return
         with torch.no_grad():
-            self._enqueue(key)
+            self._enqueue(key, survives=self.survives_out_of_memory and self._graphs is None)
             if self._graphs is not None:
                 self._graphs.capture(key, lambda: self._enqueue(key))
 
@@ -139,11 +164,31 @@ class StepExecutor:
         num_tokens = self.bucket_of(int(step_plan.num_tokens))
         sampled = self._nothing_sampled
         if num_tokens:
-            logits, seq_rows = self._run_model(step_plan, key._replace(num_tokens=num_tokens))
-            sample = self.pieces.sample[key.variant]
-            sampled = sample(self.state, self.params, logits, seq_rows)
+            sampled = self._compute(
+                step_plan,
+                key._replace(num_tokens=num_tokens),
+                survives=self.survives_out_of_memory,
+            )
         self.pieces.end(self.state, step_plan, sampled, self.outbox)
         self.outbox.note_launch()
+
+    def _compute(self, step_plan: Plan, key: StepKey, *, survives: bool) -> Sampled:
+        """Model and sampler. Where memory runs out and it `survives`, rows stay where they are."""
+        try:
+            logits, seq_rows = self._run_model(step_plan, key)
+            return self._sample(key, logits, seq_rows)
+        except torch.OutOfMemoryError:
+            if not survives:
+                raise
+        self._out_of_memory = step_plan.give[:-1].tolist()
+        for part in (step_plan.give, step_plan.emit, step_plan.num_tokens):
+            part.zero_()
+        return self._nothing_sampled
+
+    def take_out_of_memory(self) -> list[int] | None:
+        """Tokens by row of a step that ran out of memory since the last call; None if none did."""
+        taken, self._out_of_memory = self._out_of_memory, None
+        return taken
 
     def bucket_of(self, num_tokens: int) -> int:
         """The smallest bucket that holds `num_tokens`, the largest if none does; 0 for none."""
@@ -177,15 +222,19 @@ class StepExecutor:
 
     # --- the model ------------------------------------------------------------------------
 
-    def _enqueue(self, key: StepKey) -> None:
+    def _enqueue(self, key: StepKey, *, survives: bool = False) -> None:
         """Launches the kernels of a step; what is captured."""
         assert self._upload is not None
         budget = self._budget(key.num_tokens)
         inbox, param_inbox = self._upload.inbox, self._upload.param_inbox
         step_plan = self.pieces.begin(self.state, self.params, inbox, param_inbox, budget)
-        logits, seq_rows = self._run_model(step_plan, key)
-        sampled = self.pieces.sample[key.variant](self.state, self.params, logits, seq_rows)
+        sampled = self._compute(step_plan, key, survives=survives)
         self.pieces.end(self.state, step_plan, sampled, self.outbox)
+
+    def _sample(self, key: StepKey, logits: Tensor, seq_rows: Tensor) -> Sampled:
+        if key.is_masked:
+            logits = mask_logits(logits, self.mask_bits, self.state.grammar, seq_rows)
+        return self.pieces.sample[key.variant](self.state, self.params, logits, seq_rows)
 
     def _run_model(self, step_plan: Plan, key: StepKey) -> tuple[Tensor, Tensor]:
         """Logits [S, vocab] and rows [S] of the S = min(T, R) sequence places."""
@@ -278,7 +327,7 @@ class StepExecutor:
             named[f"state {index}"] = tensor
         assert self._upload is not None
         found = {name: tensor.data_ptr() for name, tensor in named.items()}
-        return {**found, "inbox": self._upload.address}
+        return {**found, "inbox": self._upload.address, "masks": self.mask_bits.data_ptr()}
 
     # --- before the first request ---------------------------------------------------------
 
@@ -328,7 +377,7 @@ class StepExecutor:
     def keys(self) -> list[StepKey]:
         """The steps that are captured before the first request, largest first.
 
-        Those that need penalties or a bias are captured when a request first asks for them.
+        Those that need penalties, a bias or masks are captured when a request first asks for them.
         """
         most_few = max((v.high for v in self.pieces.versions if v.is_decode), default=0)
         wanted = []

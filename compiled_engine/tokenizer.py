@@ -8,7 +8,7 @@ tokenizer.json; imports transformers (seconds) only to convert older formats. No
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +124,27 @@ class Tokenizer:
         """Text of all `ids` at once; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def new_detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """An incremental decoder for one answer; its joined pieces equal `decode` of all ids."""
-        return self._detokenizers.new(skip_special_tokens=skip_special_tokens)
+    @property
+    def chat_template_text(self) -> str:
+        """The source of all chat templates, to recognise a model family by."""
+        return self._chat_templates.text
+
+    @property
+    def chat_template_variables(self) -> frozenset[str]:
+        """Names that the chat templates read, such as `messages`, `tools`, `enable_thinking`."""
+        return self._chat_templates.variables
+
+    def new_detokenizer(
+        self, *, skip_special_tokens: bool = True, kept_tokens: Collection[str] = ()
+    ) -> Detokenizer:
+        """An incremental decoder for one answer; its joined pieces equal `decode` of all ids.
+
+        Args:
+            skip_special_tokens: leave special tokens out of the text.
+            kept_tokens: special tokens that stay in it even so.
+        """
+        kept_ids = {self._backend.token_to_id(token) for token in kept_tokens}
+        return self._detokenizers.new(skip_special_tokens=skip_special_tokens, kept_ids=kept_ids)
 
     def apply_chat_template(
         self,

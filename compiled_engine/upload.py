@@ -2,21 +2,26 @@
 
 Holds the inbox tensors on the device at fixed addresses, as captured graphs need them. The host
 side is a ring of pinned buffers: a buffer is written again only after the outbox has returned the
-record of the step that read it, which the sizes of the two rings guarantee.
+record of the step that read it, which the sizes of the two rings guarantee. Grammar masks have a
+ring of their own, so that steps without them copy nothing for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_engine.outbox import RING_RECORDS
-from compiled_engine.sampler import ParamInbox
+from compiled_engine.sampler import ParamInbox, RowMask
 from compiled_engine.scheduler.inbox import Inbox
 
 ALIGNMENT = 16
+# Steps with masks on their way at once, and one more.
+MASK_SLOTS = 4
 
 
 class DeviceInbox:
@@ -78,6 +83,63 @@ class DeviceInbox:
             buffer[start : start + size].view(dtype).view(shape)
             for start, size, dtype, shape in self._places
         ]
+
+
+class MaskUpload:
+    """The way of grammar masks to the device: as many rows are copied as there are masks.
+
+    On a CPU they are written where they belong. Its buffers are made when the first mask comes.
+
+    Args:
+        mask_bits: from `new_mask_bits`; written here only.
+        max_masks: masks of one step at most.
+    """
+
+    def __init__(self, mask_bits: Tensor, max_masks: int) -> None:
+        self._target = mask_bits
+        self._max_masks = max_masks
+        self._pinned: tuple[Tensor, Tensor] | None = None
+        self._copied: list[torch.cuda.Event] = []
+        self._num_sent = 0
+
+    def send(self, masks: Sequence[RowMask]) -> None:
+        """Queues the copy of one step's masks, of a row at most one, before the step itself."""
+        if not masks:
+            return
+        if not self._target.is_cuda:
+            for mask in masks:
+                self._put(self._target[mask.row], mask)
+            return
+        rows, bits = self._buffers()
+        slot, count = self._num_sent % MASK_SLOTS, len(masks)
+        # Long over: the steps that used the slot have been read since.
+        self._copied[slot].synchronize()
+        for place, mask in enumerate(masks):
+            rows[slot, place] = mask.row
+            self._put(bits[slot, place], mask)
+        device = self._target.device
+        self._target.index_copy_(
+            0,
+            rows[slot, :count].to(device, non_blocking=True),
+            bits[slot, :count].to(device, non_blocking=True),
+        )
+        self._copied[slot].record()
+        self._num_sent += 1
+
+    @staticmethod
+    def _put(target: Tensor, mask: RowMask) -> None:
+        source = torch.from_numpy(mask.bits.view(np.uint8))
+        target[: source.shape[0]] = source
+
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        if self._pinned is None:
+            shape = (MASK_SLOTS, self._max_masks)
+            self._copied = [torch.cuda.Event() for _ in range(MASK_SLOTS)]
+            self._pinned = (
+                torch.zeros(shape, dtype=torch.int64, pin_memory=True),
+                torch.zeros(*shape, self._target.shape[1], dtype=torch.uint8, pin_memory=True),
+            )
+        return self._pinned
 
 
 def _flat(entries: Any) -> list[Tensor]:

@@ -8,11 +8,12 @@ is loaded; the engine client is handed in. Exit codes of `serve_app`: 0 after a 
 from __future__ import annotations
 
 import asyncio
-import hmac
+import dataclasses
 import logging
 import signal
 import socket
 import sys
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -21,25 +22,34 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from compiled_engine.config import ServerConfig
+from compiled_engine.config import EngineConfig, ServerConfig
 from compiled_engine.errors import (
     AuthenticationError,
     ConfigError,
     EngineError,
+    ForbiddenError,
     InvalidRequestError,
 )
-from compiled_engine.server import control
+from compiled_engine.server import control, operate
 from compiled_engine.server.admission import Admission
+from compiled_engine.server.calls import CALLER, Caller
 from compiled_engine.server.chat import create_chat_completion
 from compiled_engine.server.completions import create_completion
 from compiled_engine.server.engine_client import EngineClient, running_client
+from compiled_engine.server.generate import create_generation
+from compiled_engine.server.keys import OPERATOR, ApiKeys, read_keys
+from compiled_engine.server.messages import count_tokens, create_message
+from compiled_engine.server.messages_protocol import messages_error_response
 from compiled_engine.server.metrics import ServerMetrics
+from compiled_engine.server.response_store import RESPONSES, ResponseStore
+from compiled_engine.server.responses import create_response, delete_response, get_response
 from compiled_engine.server.sse import error_response
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.validation import default_sampling_params
 from compiled_engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("compiled_engine.server.access")
 
 EXIT_ENGINE_DIED = 3
 # After the engine's death the server still answers 503 for a while, so that clients and probes see
@@ -53,10 +63,26 @@ _POLL_S = 0.05
 _LAST_WORDS_S = 1.0
 # Calls have ended, or must end now, when the runner is cleaned up.
 _CLEANUP_S = 0.1
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/progress", "/metrics"})
+_NOT_LOGGED = _OPEN_PATHS | {"/"}
+# With keys of several callers, these are for the operator alone.
+_OPERATOR_PATHS = frozenset(
+    {
+        "/server_info",
+        "/get_server_info",
+        "/abort_request",
+        "/flush_cache",
+        "/pause_generation",
+        "/continue_generation",
+        "/start_profile",
+        "/stop_profile",
+    }
+)
+_MESSAGES_PATH = "/v1/messages"
 _MAX_REQUEST_ID_CHARS = 128
-_REQUEST_ID = web.RequestKey("request_id", str)
+_MAX_ROUTE_CHARS = 200
 _STATIC = web.AppKey("static_answers", control.StaticAnswers)
+_KEYS = web.AppKey("keys", ApiKeys)
 
 
 def make_app(
@@ -67,6 +93,7 @@ def make_app(
     *,
     created: int,
     default_sampling: Mapping[str, Any],
+    engine_config: EngineConfig | None = None,
 ) -> web.Application:
     """Builds the server; it starts and closes the engine client with itself.
 
@@ -77,12 +104,17 @@ def make_app(
         model_name: name on `/v1/models`.
         created: Unix time shown for the model.
         default_sampling: `SamplingParams` fields for requests that leave them out.
+        engine_config: shown on `/server_info`.
 
     Raises:
-        ConfigError: a default sampling value is unknown or out of range.
+        ConfigError: a default sampling value is unknown or out of range, or the file of API keys
+            cannot be used.
     """
     admission = Admission(
-        max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
+        max_requests=config.max_queued_requests,
+        max_tokens=config.max_queued_tokens,
+        max_requests_per_key=config.max_requests_per_key,
+        max_tokens_per_key=config.max_tokens_per_key,
     )
     state = ServerState(
         engine=engine_client,
@@ -93,32 +125,45 @@ def make_app(
         default_sampling=default_sampling_params(default_sampling),
         admission=admission,
         metrics=ServerMetrics(model_name, engine_client, admission),
+        engine_config=engine_config,
     )
     static = control.StaticAnswers()
     app = web.Application(
-        middlewares=[_answer_errors, _check_api_key], client_max_size=config.max_body_bytes
+        middlewares=[_follow_call, _check_api_key], client_max_size=config.max_body_bytes
     )
     app[STATE] = state
+    app[RESPONSES] = ResponseStore()
     app[_STATIC] = static
-    app.add_routes(
-        [
-            web.get("/", static.get_page),
-            web.get("/openapi.json", static.get_openapi),
-            web.get("/health", control.get_health),
-            web.get("/ready", control.get_ready),
-            web.get("/metrics", control.get_metrics),
-            web.get("/version", control.get_version),
-            web.get("/v1/models", control.list_models),
-            web.get("/v1/models/{model:.+}", control.get_model),
-            web.post("/v1/completions", create_completion),
-            web.post("/v1/chat/completions", create_chat_completion),
-            web.post("/tokenize", control.tokenize),
-            web.post("/detokenize", control.detokenize),
-        ]
-    )
+    app[_KEYS] = ApiKeys(config.api_key, read_keys(config.api_key_file))
+    app.add_routes(_routes(static))
+    app.add_routes(operate.ROUTES)
     app.on_response_prepare.append(_add_request_id)
     app.cleanup_ctx.append(_run_parts)
     return app
+
+
+def _routes(static: control.StaticAnswers) -> list[web.RouteDef]:
+    return [
+        web.get("/", static.get_page),
+        web.get("/openapi.json", static.get_openapi),
+        web.get("/health", control.get_health),
+        web.get("/ready", control.get_ready),
+        web.get("/metrics", control.get_metrics),
+        web.get("/version", control.get_version),
+        web.get("/v1/models", control.list_models),
+        web.get("/v1/models/{model:.+}", control.get_model),
+        web.post("/v1/completions", create_completion),
+        web.post("/v1/chat/completions", create_chat_completion),
+        web.post(_MESSAGES_PATH, create_message),
+        web.post(f"{_MESSAGES_PATH}/count_tokens", count_tokens),
+        web.post("/v1/responses", create_response),
+        web.get("/v1/responses/{response_id}", get_response),
+        web.delete("/v1/responses/{response_id}", delete_response),
+        web.post("/tokenize", control.tokenize),
+        web.post("/detokenize", control.detokenize),
+        web.post("/generate", create_generation),
+        web.get("/progress", control.get_progress),
+    ]
 
 
 async def _run_parts(app: web.Application) -> AsyncIterator[None]:
@@ -128,34 +173,65 @@ async def _run_parts(app: web.Application) -> AsyncIterator[None]:
     state.text_pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _request_id(request: web.Request) -> str:
-    """The client's own id where it is short and printable, else a fresh one."""
+def _caller(request: web.Request) -> Caller:
+    """Who calls; its id is the client's own where that is short and printable, else a fresh one."""
     given = request.headers.get("X-Request-ID", "")
-    if 0 < len(given) <= _MAX_REQUEST_ID_CHARS and given.isascii() and given.isprintable():
-        return given
-    return uuid.uuid4().hex
+    is_usable = given.isascii() and given.isprintable() and " " not in given
+    if not (is_usable and 0 < len(given) <= _MAX_REQUEST_ID_CHARS):
+        given = uuid.uuid4().hex
+    return Caller(
+        request_id=given,
+        key_name=OPERATOR,
+        route=f"{request.method} {request.path[:_MAX_ROUTE_CHARS]}",
+        started_s=time.perf_counter(),
+        is_logged=request.app[STATE].config.access_log and request.path not in _NOT_LOGGED,
+    )
 
 
 async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-ID"] = request.get(_REQUEST_ID) or _request_id(request)
+    caller = request.get(CALLER) or _caller(request)
+    response.headers["X-Request-ID"] = caller.request_id
+    if request.path.startswith(_MESSAGES_PATH):
+        # Anthropic's clients look for it by this name.
+        response.headers["Request-ID"] = caller.request_id
 
 
 @web.middleware
+async def _follow_call(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Names the call, answers its errors, and writes its line of the access log."""
+    request[CALLER] = caller = _caller(request)
+    status = 499  # the client left
+    try:
+        response = await _answer_errors(request, handler)
+        status = response.status
+        return response
+    finally:
+        if caller.is_logged:
+            milliseconds = (time.perf_counter() - caller.started_s) * 1e3
+            access_logger.info(
+                "request=%s key=%s route=%r status=%d ms=%.1f",
+                request[CALLER].request_id,
+                request[CALLER].key_name or "-",
+                caller.route,
+                status,
+                milliseconds,
+            )
+
+
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns every exception into OpenAI's error shape; the text of a bug stays in the log."""
-    request[_REQUEST_ID] = _request_id(request)
+    """Turns every exception into the error shape of its API; the text of a bug stays in the log."""
     try:
         response = await handler(request)
     except EngineError as error:
-        response = error_response(error)
+        response = _error_response(request, error)
     except web.HTTPException as error:
         response = _http_error_response(request, error)
     except ConnectionResetError:
         # The client is gone: there is nobody to answer.
         raise
     except Exception:
-        logger.exception("request %s failed", request[_REQUEST_ID])
-        response = error_response(EngineError("internal error"))
+        logger.exception("request %s failed", request[CALLER].request_id)
+        response = _error_response(request, EngineError("internal error"))
     if request.content.exception() is not None and not response.prepared:
         # The body broke off: what follows on this connection cannot be told apart.
         response.force_close()
@@ -163,9 +239,15 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     return response
 
 
+def _error_response(request: web.Request, error: EngineError) -> web.Response:
+    if request.path.startswith(_MESSAGES_PATH):
+        return messages_error_response(error, request[CALLER].request_id)
+    return error_response(error)
+
+
 def _http_error_response(request: web.Request, error: web.HTTPException) -> web.Response:
     if error.status == 404:
-        return error_response(control.not_found(request))
+        return _error_response(request, control.not_found(request))
     if error.status == 405:
         message = f"{request.path[:200]} does not take {request.method}"
     elif error.status == 413:
@@ -175,7 +257,7 @@ def _http_error_response(request: web.Request, error: web.HTTPException) -> web.
         message = error.text or error.reason
     shown = InvalidRequestError(message)
     shown.status = error.status
-    response = error_response(shown)
+    response = _error_response(request, shown)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     if error.status in (408, 413):
@@ -184,24 +266,33 @@ def _http_error_response(request: web.Request, error: web.HTTPException) -> web.
     return response
 
 
+def _given_key(request: web.Request) -> str:
+    """The key of a call, in OpenAI's header or in Anthropic's; empty where there is none."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        given = request.headers.get("X-API-Key", "")
+    return given.strip()
+
+
 @web.middleware
 async def _check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuses calls without the key before it matters whether the route exists."""
-    api_key = request.app[STATE].config.api_key
-    if api_key is None or request.path in _OPEN_PATHS:
+    keys = request.app[_KEYS]
+    if not keys.are_needed or request.path in _OPEN_PATHS:
         return await handler(request)
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    is_right = hmac.compare_digest(
-        given.strip().encode("utf-8", "surrogateescape"), api_key.encode("utf-8")
-    )
-    if scheme.lower() == "bearer" and is_right:
+    name = keys.name_of(_given_key(request).encode("utf-8", "surrogateescape"))
+    if name is not None:
+        request[CALLER] = dataclasses.replace(request[CALLER], key_name=name)
+        if name != OPERATOR and request.path in _OPERATOR_PATHS:
+            raise ForbiddenError(f"{request.path} is for the operator's key (--api-key) only")
         return await handler(request)
     if request.path == "/" and "text/html" in request.headers.get("Accept", ""):
         # A browser cannot send the key with the address: the page comes as the body of the refusal
         # and asks for it.
         return request.app[_STATIC].page_response(status=401)
     raise AuthenticationError(
-        "the API key is missing or wrong; send it as `Authorization: Bearer <key>`",
+        "the API key is missing or wrong; send it as `Authorization: Bearer <key>` or "
+        "`X-API-Key: <key>`",
         code="invalid_api_key",
     )
 

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from compiled_engine.request import GrammarSpec
 from compiled_engine.server.admission import Permit
+from compiled_engine.server.calls import CALLER, Caller
+from compiled_engine.server.chat_request import (
+    ToolUse,
+    chat_max_tokens,
+    template_kwargs,
+    template_messages,
+    tool_use,
+)
+from compiled_engine.server.choice import AnswerFormat, ChoiceRun, Piece
 from compiled_engine.server.generation import (
-    ChoiceRun,
-    Piece,
     build_runs,
     call_scope,
+    encode_bound,
     field_called,
     generate,
     read_request,
     usage_of,
 )
-from compiled_engine.server.prompts import encode_chat
+from compiled_engine.server.parsers.events import (
+    CallArguments,
+    CallStart,
+    Content,
+    Reasoning,
+)
+from compiled_engine.server.parsers.registry import ChatFormat
+from compiled_engine.server.prompts import encode_rendered, render_chat
 from compiled_engine.server.protocol import (
+    AnswerFunction,
+    AnswerToolCall,
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -32,29 +51,26 @@ from compiled_engine.server.protocol import (
     ChatDelta,
     ChatRequest,
     ChatResponse,
+    DeltaToolCall,
     Usage,
 )
 from compiled_engine.server.sse import json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
-from compiled_engine.server.validation import (
-    Sampling,
-    chat_max_tokens,
-    template_kwargs,
-    template_messages,
-    validate_sampling,
-)
+from compiled_engine.server.tool_grammar import answer_grammar
+from compiled_engine.server.validation import Sampling, validate_sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class ChatCall:
     """One valid call and the values all its chunks share."""
 
     sampling: Sampling
     runs: list[ChoiceRun]
-    started_s: float
+    caller: Caller
     head: ChatChunk
 
     def chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool) -> ChatChunk:
+        """A chunk of the stream; `with_usage` in the last one only."""
         usage: Usage | UnsetType | None = UNSET
         if with_usage:
             usage = usage_of(self.runs, self.sampling.n)
@@ -65,75 +81,162 @@ class _Call:
 
 async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     """Handles one call; errors are raised for the error middleware."""
-    started_s = time.perf_counter()
     state = request.app[STATE]
-    async with call_scope(state) as permit:
+    async with call_scope(request) as permit:
         async with state.drain.interruptible():
             body = await read_request(request, ChatRequest)
             is_newer = body.max_completion_tokens is not None
             with field_called("max_tokens", "max_completion_tokens" if is_newer else "max_tokens"):
-                call = await _prepare(state, body, permit, started_s)
+                call = await prepare_chat(state, body, permit, request[CALLER])
         if call.sampling.stream:
             return await stream_response(request, _chunks(state, call))
         return json_response(await _whole(state, call))
 
 
-async def _prepare(
-    state: ServerState, body: ChatRequest, permit: Permit, started_s: float
-) -> _Call:
+async def prepare_chat(
+    state: ServerState, body: ChatRequest, permit: Permit, caller: Caller
+) -> ChatCall:
+    """Checks, renders and tokenises a request; raises EngineError for what is wrong with it."""
     state.check_model(body.model)
     sampling = validate_sampling(
         body, state.default_sampling, max_n=state.config.max_n, max_tokens=chat_max_tokens(body)
     )
+    chat_format = state.chat_format
+    use = tool_use(body)
     messages = template_messages(body.messages)
-    kwargs = template_kwargs(body.chat_template_kwargs)
+    kwargs = template_kwargs(
+        body.chat_template_kwargs,
+        state.tokenizer.chat_template_variables,
+        effort=body.reasoning_effort,
+        chat_format=chat_format,
+    )
     permit.extend_requests(sampling.n)
     limits = state.require_limits()
-    continues = bool(body.continue_final_message)
-    adds_prompt = body.add_generation_prompt
-    prompt_ids = await state.in_text_pool(
-        partial(
-            encode_chat,
-            state.tokenizer,
-            messages,
-            max_tokens=min(limits.max_model_len, limits.max_total_tokens),
-            add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
-            continue_final_message=continues,
-            template_kwargs=kwargs,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
+    render = partial(
+        render_chat,
+        state.tokenizer,
+        chat_format,
+        messages,
+        tools=use.tools if use else [],
+        add_generation_prompt=_adds_prompt(body),
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=kwargs,
     )
-    permit.extend_tokens(len(prompt_ids) * sampling.n)
-    return _Call(
+    encode = partial(
+        encode_rendered,
+        state.tokenizer,
+        max_tokens=encode_bound(limits, sampling),
+        add_special_tokens=bool(body.add_special_tokens),
+    )
+    prompt, prompt_ids = await state.in_text_pool(lambda: _with_ids(render(), encode))
+    continued = messages[-1]["content"] if body.continue_final_message else None
+    grammar = answer_grammar(
+        sampling.params.grammar, chat_format, use, prompt=prompt, continued=continued
+    )
+    if grammar is not sampling.params.grammar:
+        sampling = _with_grammar(sampling, grammar, use)
+    return ChatCall(
         sampling=sampling,
         runs=build_runs(
             state,
             sampling,
             [prompt_ids],
+            permit=permit,
             limits=limits,
             default_max_tokens=None,
             prompt_field="messages",
+            answer=_answer_format(chat_format, use, prompt, continued),
         ),
-        started_s=started_s,
-        head=ChatChunk(
-            id=f"chatcmpl-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=state.model_name,
-            choices=[],
-        ),
+        caller=caller,
+        head=_new_head(state.model_name),
     )
 
 
-async def _whole(state: ServerState, call: _Call) -> ChatResponse:
-    texts: list[list[str]] = [[] for _ in call.runs]
+def _new_head(model: str) -> ChatChunk:
+    """What all chunks of an answer share."""
+    created = int(time.time())
+    return ChatChunk(id=f"chatcmpl-{uuid.uuid4().hex}", created=created, model=model, choices=[])
+
+
+def _with_grammar(sampling: Sampling, grammar: GrammarSpec | None, use: ToolUse | None) -> Sampling:
+    by_tools = "tool_choice" if use is not None and use.choice != "auto" else "tools"
+    return dataclasses.replace(
+        sampling,
+        params=msgspec.structs.replace(sampling.params, grammar=grammar),
+        grammar_field=sampling.grammar_field or by_tools,
+    )
+
+
+def _adds_prompt(body: ChatRequest) -> bool:
+    given = body.add_generation_prompt
+    return not body.continue_final_message if given is None else given
+
+
+def _with_ids(text: str, encode: Callable[[str], list[int]]) -> tuple[str, list[int]]:
+    return text, encode(text)
+
+
+def _answer_format(
+    chat_format: ChatFormat, use: ToolUse | None, prompt: str, continued: str | None
+) -> AnswerFormat:
+    schemas = use.schemas if use else None
+    return AnswerFormat(
+        new_parser=partial(chat_format.new_parser, schemas, prompt=prompt, continued=continued),
+        markers=chat_format.markers(with_tools=use is not None),
+        max_calls=1 if use and not use.is_parallel else None,
+    )
+
+
+@dataclass
+class _Answer:
+    """The answer of one choice, gathered for an answer in one piece."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    arguments: list[list[str]] = field(default_factory=list)
+
+    def take(self, piece: Piece) -> None:
+        for event in piece.events:
+            if isinstance(event, Content):
+                self.content.append(event.text)
+            elif isinstance(event, Reasoning):
+                self.reasoning.append(event.text)
+            elif isinstance(event, CallStart):
+                self.names.append(event.name)
+                self.arguments.append([])
+            elif isinstance(event, CallArguments):
+                self.arguments[event.index].append(event.text)
+
+    def message(self) -> AssistantMessage:
+        content = "".join(self.content)
+        message = AssistantMessage(content or (None if self.names or self.reasoning else ""))
+        if self.names:
+            message.tool_calls = [
+                AnswerToolCall(_new_call_id(), AnswerFunction(name, "".join(arguments)))
+                for name, arguments in zip(self.names, self.arguments, strict=True)
+            ]
+        if self.reasoning:
+            message.reasoning = message.reasoning_content = "".join(self.reasoning)
+        return message
+
+
+def _new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+async def _whole(state: ServerState, call: ChatCall) -> ChatResponse:
+    answers = [_Answer() for _ in call.runs]
     choices: dict[int, ChatChoice] = {}
-    async with generate(state, call.runs, call.started_s) as pieces:
+    async with generate(state, call.runs, call.caller) as pieces:
         async for piece in pieces:
-            texts[piece.index].append(piece.text)
+            answers[piece.index].take(piece)
             if piece.finish_reason is not None:
-                message = AssistantMessage("".join(texts[piece.index]))
                 choices[piece.index] = ChatChoice(
-                    piece.index, message, piece.finish_reason, piece.stop_reason
+                    piece.index,
+                    answers[piece.index].message(),
+                    piece.finish_reason,
+                    piece.stop_reason,
                 )
     return ChatResponse(
         id=call.head.id,
@@ -144,21 +247,40 @@ async def _whole(state: ServerState, call: _Call) -> ChatResponse:
     )
 
 
-async def _chunks(state: ServerState, call: _Call) -> AsyncGenerator[ChatChunk, None]:
+async def _chunks(state: ServerState, call: ChatCall) -> AsyncGenerator[ChatChunk, None]:
     sampling = call.sampling
     started: set[int] = set()
-    async with generate(state, call.runs, call.started_s) as pieces:
+    async with generate(state, call.runs, call.caller) as pieces:
         async for piece in pieces:
             if piece.index not in started:
                 started.add(piece.index)
                 opening = ChatChunkChoice(piece.index, ChatDelta(role="assistant", content=""))
                 yield call.chunk([opening], with_usage=sampling.continuous_usage)
-            if piece.text or piece.finish_reason is not None:
-                yield call.chunk([_choice(piece)], with_usage=sampling.continuous_usage)
+            for choice in _choices(piece):
+                yield call.chunk([choice], with_usage=sampling.continuous_usage)
     if sampling.include_usage:
         yield call.chunk([], with_usage=True)
 
 
-def _choice(piece: Piece) -> ChatChunkChoice:
-    delta = ChatDelta(content=piece.text) if piece.text else ChatDelta()
-    return ChatChunkChoice(piece.index, delta, piece.finish_reason, piece.stop_reason)
+def _choices(piece: Piece) -> list[ChatChunkChoice]:
+    """The chunks of a piece: one for each run of text and each part of a call."""
+    deltas: list[ChatDelta] = []
+    for event in piece.events:
+        if isinstance(event, Content):
+            deltas.append(ChatDelta(content=event.text))
+        elif isinstance(event, Reasoning):
+            deltas.append(ChatDelta(reasoning_content=event.text, reasoning=event.text))
+        elif isinstance(event, CallStart):
+            function = AnswerFunction(event.name)
+            part = DeltaToolCall(event.index, function, _new_call_id(), "function")
+            deltas.append(ChatDelta(tool_calls=[part]))
+        elif isinstance(event, CallArguments):
+            part = DeltaToolCall(event.index, AnswerFunction(arguments=event.text))
+            deltas.append(ChatDelta(tool_calls=[part]))
+    if piece.finish_reason is not None and not deltas:
+        deltas.append(ChatDelta())
+    choices = [ChatChunkChoice(piece.index, delta) for delta in deltas]
+    if choices:
+        choices[-1].finish_reason = piece.finish_reason
+        choices[-1].stop_reason = piece.stop_reason
+    return choices

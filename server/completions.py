@@ -13,10 +13,12 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from compiled_engine.server.admission import Permit
+from compiled_engine.server.calls import CALLER, Caller
+from compiled_engine.server.choice import ChoiceRun
 from compiled_engine.server.generation import (
-    ChoiceRun,
     build_runs,
     call_scope,
+    encode_bound,
     generate,
     read_request,
     usage_of,
@@ -46,7 +48,7 @@ class _Call:
     sampling: Sampling
     runs: list[ChoiceRun]
     echoes: list[str]
-    started_s: float
+    caller: Caller
     head: CompletionResponse
 
     def chunk(self, choices: list[CompletionChoice], *, with_usage: bool) -> CompletionResponse:
@@ -60,19 +62,18 @@ class _Call:
 
 async def create_completion(request: web.Request) -> web.StreamResponse:
     """Handles one call; errors are raised for the error middleware."""
-    started_s = time.perf_counter()
     state = request.app[STATE]
-    async with call_scope(state) as permit:
+    async with call_scope(request) as permit:
         async with state.drain.interruptible():
             body = await read_request(request, CompletionRequest)
-            call = await _prepare(state, body, permit, started_s)
+            call = await _prepare(state, body, permit, request[CALLER])
         if call.sampling.stream:
             return await stream_response(request, _chunks(state, call))
         return json_response(await _whole(state, call))
 
 
 async def _prepare(
-    state: ServerState, body: CompletionRequest, permit: Permit, started_s: float
+    state: ServerState, body: CompletionRequest, permit: Permit, caller: Caller
 ) -> _Call:
     state.check_model(body.model)
     sampling = validate_sampling(
@@ -87,15 +88,15 @@ async def _prepare(
             encode_prompts,
             state.tokenizer,
             prompts,
-            max_tokens=min(limits.max_model_len, limits.max_total_tokens),
+            max_tokens=encode_bound(limits, sampling),
             add_special_tokens=body.add_special_tokens is not False,
         )
     )
-    permit.extend_tokens(sum(map(len, prompt_ids)) * sampling.n)
     runs = build_runs(
         state,
         sampling,
         prompt_ids,
+        permit=permit,
         limits=limits,
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         prompt_field="prompt",
@@ -107,7 +108,7 @@ async def _prepare(
         sampling=sampling,
         runs=runs,
         echoes=[echo for echo in echoes for _ in range(sampling.n)],
-        started_s=started_s,
+        caller=caller,
         head=CompletionResponse(
             id=f"cmpl-{uuid.uuid4().hex}",
             created=int(time.time()),
@@ -131,7 +132,7 @@ def _echoes(
 async def _whole(state: ServerState, call: _Call) -> CompletionResponse:
     texts = [[echo] for echo in call.echoes]
     choices: dict[int, CompletionChoice] = {}
-    async with generate(state, call.runs, call.started_s) as pieces:
+    async with generate(state, call.runs, call.caller) as pieces:
         async for piece in pieces:
             texts[piece.index].append(piece.text)
             if piece.finish_reason is not None:
@@ -147,7 +148,7 @@ async def _whole(state: ServerState, call: _Call) -> CompletionResponse:
 async def _chunks(state: ServerState, call: _Call) -> AsyncGenerator[CompletionResponse, None]:
     unsent = dict(enumerate(call.echoes))
     sampling = call.sampling
-    async with generate(state, call.runs, call.started_s) as pieces:
+    async with generate(state, call.runs, call.caller) as pieces:
         async for piece in pieces:
             text = unsent.pop(piece.index, "") + piece.text
             if text or piece.finish_reason is not None:

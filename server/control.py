@@ -13,7 +13,10 @@ from aiohttp import web
 from compiled_engine import __version__
 from compiled_engine.errors import InvalidRequestError, UnknownModelError
 from compiled_engine.request import check_token_ids
+from compiled_engine.server.calls import CALLER
+from compiled_engine.server.chat_request import template_kwargs, template_messages
 from compiled_engine.server.generation import read_request
+from compiled_engine.server.native_protocol import Progress
 from compiled_engine.server.openapi import openapi_document
 from compiled_engine.server.prompts import encode_chat, encode_text
 from compiled_engine.server.protocol import (
@@ -28,10 +31,6 @@ from compiled_engine.server.protocol import (
 )
 from compiled_engine.server.sse import json_response
 from compiled_engine.server.state import STATE, ServerState
-from compiled_engine.server.validation import (
-    template_kwargs,
-    template_messages,
-)
 
 # Bound on `/tokenize` while the model's own length is not known yet.
 _MAX_TOKENS_BEFORE_LOAD = 1_000_000
@@ -64,7 +63,7 @@ def _health(state: ServerState, failure: str | None) -> web.Response:
         status=failure or "ok",
         phase=status.phase,
         phase_detail=status.phase_detail,
-        step_age_s=round(status.step_age_s, 3),
+        step_age_s=round(state.engine.step_age_s, 3),
     )
     headers = {"Retry-After": "1"} if failure else None
     return json_response(body, status=503 if failure else 200, headers=headers)
@@ -77,14 +76,38 @@ async def get_health(request: web.Request) -> web.Response:
 
 
 async def get_ready(request: web.Request) -> web.Response:
-    """`GET /ready`: 200 once weights are in and warm, until the server begins to stop."""
+    """`GET /ready`: 200 once weights are in and warm, until the server begins to stop.
+
+    Also 503 while a step, or a sign of life, takes longer than `ready_timeout_s`. Requests are
+    still taken then: the engine may only be slow.
+    """
     state = request.app[STATE]
     failure = state.engine.dead_reason
     if failure is None and state.drain.is_draining:
         failure = "the server is shutting down"
     if failure is None and not state.engine.is_ready:
         failure = f"the engine is not ready: {state.engine.status.phase}"
+    age_s = state.engine.step_age_s
+    if failure is None and age_s > state.config.ready_timeout_s:
+        failure = f"the engine has finished no step for {age_s:.1f} s"
     return _health(state, failure)
+
+
+async def get_progress(request: web.Request) -> web.Response:
+    """`GET /progress`: whether the engine gets on; 503 only where it is dead or hung."""
+    state = request.app[STATE]
+    engine, status = state.engine, state.engine.status
+    body = Progress(
+        status=engine.dead_reason or "ok",
+        phase=status.phase,
+        is_paused=status.is_paused,
+        step_age_s=round(engine.step_age_s, 3),
+        num_steps=status.num_steps,
+        num_generated_tokens=status.num_generated_tokens,
+        num_running=status.num_requests_running,
+        num_waiting=status.num_requests_waiting,
+    )
+    return json_response(body, status=503 if engine.dead_reason else 200)
 
 
 async def get_metrics(request: web.Request) -> web.Response:
@@ -103,7 +126,7 @@ async def get_version(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     """`POST /tokenize`: ids of a text or of a rendered chat."""
     state = request.app[STATE]
-    with state.admission.enter():
+    with state.admission.enter(request[CALLER].key_name):
         body = await read_request(request, TokenizeRequest)
         state.check_model(body.model)
         limits = state.engine.limits
@@ -136,7 +159,9 @@ def _tokenize(state: ServerState, body: TokenizeRequest, max_tokens: int) -> lis
         max_tokens=max_tokens,
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
-        template_kwargs=template_kwargs(body.chat_template_kwargs),
+        template_kwargs=template_kwargs(
+            body.chat_template_kwargs, state.tokenizer.chat_template_variables
+        ),
         add_special_tokens=bool(body.add_special_tokens),
     )
 
@@ -144,7 +169,7 @@ def _tokenize(state: ServerState, body: TokenizeRequest, max_tokens: int) -> lis
 async def detokenize(request: web.Request) -> web.Response:
     """`POST /detokenize`: text of ids, special tokens included."""
     state = request.app[STATE]
-    with state.admission.enter():
+    with state.admission.enter(request[CALLER].key_name):
         body = await read_request(request, DetokenizeRequest)
         state.check_model(body.model)
         check_token_ids("tokens", body.tokens, state.tokenizer.vocab_size)

@@ -9,24 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 import zmq.asyncio
 from zmq.constants import SocketType
 
-from compiled_engine.errors import EngineUnavailableError
-from compiled_engine.ipc import ClientFrame, EngineFrame, EngineStatus
+from compiled_engine.errors import ConflictError, EngineError, EngineUnavailableError
+from compiled_engine.ipc import (
+    ClientFrame,
+    ControlAction,
+    ControlCall,
+    ControlResult,
+    EngineFrame,
+    EngineStatus,
+)
 from compiled_engine.request import ModelLimits, Request, TokenEvent
+from compiled_engine.server.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
 # A death must reach waiting clients within one second.
 WATCH_INTERVAL_S = 0.2
+# An engine that does well says something at least four times a second.
+SHORT_SILENCE_S = 1.0
 CLOSE_LINGER_MS = 500
+# Writing a long trace takes a while.
+CONTROL_TIMEOUT_S = 120.0
 
 
 class EngineProcess(Protocol):
@@ -44,6 +58,11 @@ class EngineProcess(Protocol):
 
 class TokenStream(Protocol):
     """Token events of one request, up to and including the one with a finish reason."""
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds the request waited for a row; None until it has one."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         """The stream itself."""
@@ -86,6 +105,11 @@ class EngineClient(Protocol):
         """Whether it can never work again; a hung engine may come back, a dead one does not."""
         ...
 
+    @property
+    def step_age_s(self) -> float:
+        """Age of the last finished step while there is work, or of its last sign of life."""
+        ...
+
     async def start(self) -> None:
         """Opens the connection. Called once, in the running event loop, before anything else."""
         ...
@@ -105,81 +129,24 @@ class EngineClient(Protocol):
         """Stops a request and ends its stream without a further event; unknown ids are fine."""
         ...
 
+    def cancel(self, request_id: int, error: EngineError) -> None:
+        """As `abort`, but its stream raises `error`."""
+        ...
+
+    async def control(
+        self, action: ControlAction, *, folder: str = "", num_steps: int = 0
+    ) -> ControlResult:
+        """Has the engine do something between two steps; see `ipc.ControlCall`.
+
+        Raises:
+            ConflictError: it cannot be done in the engine's present state; says why.
+            EngineUnavailableError: the engine is not ready, or died meanwhile.
+        """
+        ...
+
     async def close(self) -> None:
         """Ends every stream, tells the engine to shut down and closes the connection."""
         ...
-
-
-class _Mailbox:
-    """Events of one request that its reader has not taken yet, merged into at most one.
-
-    A reader slower than the engine therefore costs at most the ids of its own answer.
-    """
-
-    def __init__(self, client: IpcEngineClient, request_id: int) -> None:
-        self._client = client
-        self._request_id = request_id
-        self._pending: TokenEvent | None = None
-        self._error: str | None = None
-        self._is_over = False
-        self._wakeup: asyncio.Future[None] | None = None
-
-    def put(self, event: TokenEvent) -> None:
-        """Adds one event; called by the client's reader."""
-        earlier = self._pending
-        if earlier is not None:
-            earlier.token_ids.extend(event.token_ids)
-            event = TokenEvent(
-                request_id=event.request_id,
-                token_ids=earlier.token_ids,
-                finish_reason=event.finish_reason,
-                num_cached_tokens=max(earlier.num_cached_tokens, event.num_cached_tokens),
-                error=event.error,
-            )
-        self._pending = event
-        self._wake()
-
-    def fail(self, reason: str) -> None:
-        """Makes the reader raise EngineUnavailableError once it has taken what is there."""
-        self._error = reason
-        self._wake()
-
-    def end(self) -> None:
-        """Ends the stream without a further event."""
-        self._pending = None
-        self._is_over = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._wakeup is not None and not self._wakeup.done():
-            self._wakeup.set_result(None)
-
-    def __aiter__(self) -> _Mailbox:
-        return self
-
-    async def __anext__(self) -> TokenEvent:
-        while self._pending is None:
-            if self._is_over:
-                raise StopAsyncIteration
-            if self._error is not None:
-                self._is_over = True
-                raise EngineUnavailableError(self._error)
-            self._wakeup = asyncio.get_running_loop().create_future()
-            try:
-                await self._wakeup
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-            finally:
-                self._wakeup = None
-        event, self._pending = self._pending, None
-        self._is_over = event.finish_reason is not None
-        return event
-
-    async def aclose(self) -> None:
-        """Aborts the request unless it has ended."""
-        if not self._is_over:
-            self._client.abort(self._request_id)
 
 
 class IpcEngineClient:
@@ -188,9 +155,9 @@ class IpcEngineClient:
     Args:
         endpoint: `ipc://` address from `ipc.new_endpoint`.
         process: the engine process, watched five times a second.
-        timeout_s: silence after which the engine counts as hung. It is counted only from the
-            engine's first frame on, since before that the process is still importing. A step that
-            takes longer than this counts too.
+        timeout_s: silence after which the engine counts as hung, and as dead after twice that. It
+            is counted only from the engine's first frame on, since before that the process is
+            still importing. A step that takes longer than this counts too.
     """
 
     def __init__(self, endpoint: str, process: EngineProcess, timeout_s: float) -> None:
@@ -203,7 +170,9 @@ class IpcEngineClient:
         self._hang: str | None = None
         # Seconds without a frame; None before the first one.
         self._silence_s: float | None = None
-        self._mailboxes: dict[int, _Mailbox] = {}
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._call_ids = itertools.count(1)
+        self._controls: dict[int, asyncio.Future[ControlResult]] = {}
         self._outgoing = ClientFrame()
         self._is_flush_due = False
         self._unsent: deque[bytes] = deque()
@@ -244,6 +213,17 @@ class IpcEngineClient:
         """Whether the engine process is gone for good."""
         return self._death is not None
 
+    @property
+    def is_hung(self) -> bool:
+        """Whether the engine process is there and says nothing, or gets on with no step."""
+        return self._hang is not None
+
+    @property
+    def step_age_s(self) -> float:
+        """See `EngineClient.step_age_s`."""
+        silence_s = self._silence_s or 0.0
+        return silence_s if silence_s > SHORT_SILENCE_S else self._status.step_age_s
+
     async def start(self) -> None:
         """Binds the socket and starts the reader and the watch."""
         self._context = zmq.asyncio.Context()
@@ -259,15 +239,18 @@ class IpcEngineClient:
 
     def submit(self, request: Request) -> TokenStream:
         """See `EngineClient.submit`."""
-        if not self.is_ready:
-            raise EngineUnavailableError(
-                self.dead_reason or f"the engine is not ready: {self._status.phase}"
-            )
-        mailbox = _Mailbox(self, request.request_id)
+        self._require_ready()
+        mailbox = Mailbox(partial(self.abort, request.request_id))
         self._mailboxes[request.request_id] = mailbox
         self._outgoing.submits.append(request)
         self._schedule_flush()
         return mailbox
+
+    def _require_ready(self) -> None:
+        if not self.is_ready:
+            raise EngineUnavailableError(
+                self.dead_reason or f"the engine is not ready: {self._status.phase}"
+            )
 
     def abort(self, request_id: int) -> None:
         """See `EngineClient.abort`."""
@@ -275,9 +258,53 @@ class IpcEngineClient:
         if mailbox is None:
             return
         mailbox.end()
+        self._send_abort(request_id)
+
+    def cancel(self, request_id: int, error: EngineError) -> None:
+        """See `EngineClient.cancel`."""
+        mailbox = self._mailboxes.pop(request_id, None)
+        if mailbox is not None:
+            mailbox.fail(error)
+            self._send_abort(request_id)
+
+    def _send_abort(self, request_id: int) -> None:
         if self._death is None:
             self._outgoing.aborts.append(request_id)
             self._schedule_flush()
+
+    async def control(
+        self, action: ControlAction, *, folder: str = "", num_steps: int = 0
+    ) -> ControlResult:
+        """See `EngineClient.control`."""
+        self._require_ready()
+        call = ControlCall(
+            call_id=next(self._call_ids), action=action, folder=folder, num_steps=num_steps
+        )
+        done = asyncio.get_running_loop().create_future()
+        self._controls[call.call_id] = done
+        self._outgoing.controls.append(call)
+        self._schedule_flush()
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                result = await done
+        except TimeoutError as error:
+            raise EngineUnavailableError(
+                f"the engine did not do it within {CONTROL_TIMEOUT_S:g} s"
+            ) from error
+        finally:
+            del self._controls[call.call_id]
+        if result.refusal is not None:
+            raise ConflictError(result.refusal)
+        return result
+
+    async def reconnect(self) -> None:
+        """Forgets a dead engine and waits at the same address for one that was started anew."""
+        await self._disconnect(linger_ms=0)
+        self._death = self._hang = self._silence_s = self._limits = None
+        self._status = EngineStatus()
+        self._outgoing = ClientFrame()
+        self._unsent.clear()
+        await self.start()
 
     async def close(self) -> None:
         """See `EngineClient.close`."""
@@ -288,13 +315,17 @@ class IpcEngineClient:
         if self._sender is not None:
             # A dead engine never takes the frame: do not wait for it for long.
             await asyncio.wait([self._sender], timeout=CLOSE_LINGER_MS / 1000)
+        await self._disconnect(linger_ms=CLOSE_LINGER_MS)
+        self._fail_all("the server is shutting down")
+
+    async def _disconnect(self, *, linger_ms: int) -> None:
         tasks = [*self._tasks, *([self._sender] if self._sender else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_all("the server is shutting down")
+        self._sender = None
         socket, self._socket = self._socket, None
-        socket.close(linger=CLOSE_LINGER_MS)
+        socket.close(linger=linger_ms)
         assert self._context is not None
         self._context.term()
 
@@ -307,7 +338,8 @@ class IpcEngineClient:
     def _flush(self) -> None:
         self._is_flush_due = False
         frame, self._outgoing = self._outgoing, ClientFrame()
-        if self._socket is None or not (frame.submits or frame.aborts or frame.shutdown):
+        is_empty = not (frame.submits or frame.aborts or frame.controls or frame.shutdown)
+        if self._socket is None or is_empty:
             return
         self._unsent.append(self._encoder.encode(frame))
         if self._sender is None or self._sender.done():
@@ -333,6 +365,14 @@ class IpcEngineClient:
             self._status = frame.status
             if frame.status.limits is not None:
                 self._limits = frame.status.limits
+        for request_id, queue_s in frame.queue_s.items():
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                mailbox.queue_s = queue_s
+        for result in frame.control_results:
+            done = self._controls.get(result.call_id)
+            if done is not None and not done.done():
+                done.set_result(result)
         for event in (*frame.events, *(frame.tokens or ())):
             # Events of requests that were aborted meanwhile find no mailbox.
             mailbox = self._mailboxes.get(event.request_id)
@@ -350,6 +390,8 @@ class IpcEngineClient:
                 self._die(f"the engine process has ended (exit code {self._process.exitcode})")
                 return
             self._check_hang()
+            if self._death is not None:
+                return
 
     def _check_hang(self) -> None:
         """Counts silence in watch intervals, so that a stopped API process blames nobody."""
@@ -372,6 +414,8 @@ class IpcEngineClient:
         elif hang is None and self._hang is not None:
             logger.warning("the engine process answers again")
         self._hang = hang
+        if hang is not None and self.step_age_s > 2 * self._timeout_s:
+            self._die(f"{hang}: it is given up")
 
     def _abort_all(self, reason: str) -> None:
         self._outgoing.aborts.extend(self._mailboxes)
@@ -381,7 +425,10 @@ class IpcEngineClient:
     def _fail_all(self, reason: str) -> None:
         mailboxes, self._mailboxes = self._mailboxes, {}
         for mailbox in mailboxes.values():
-            mailbox.fail(reason)
+            mailbox.fail(EngineUnavailableError(reason))
+        for done in self._controls.values():
+            if not done.done():
+                done.set_exception(EngineUnavailableError(reason))
 
     def _die(self, reason: str) -> None:
         if self._death is None:

@@ -1,15 +1,15 @@
 """From valid prompts to text pieces: the part that completions and chat completions share.
 
-Owns building engine requests, turning token events into text (detokenising, stop strings, the end
-token), merging the choices of one call, and its usage. Does not own JSON shapes.
+Owns building engine requests, merging the choices of one call, and its usage. Does not own JSON
+shapes, nor how one choice's tokens become text (`choice`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,130 +17,39 @@ from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from compiled_engine.errors import (
     EngineError,
     EngineUnavailableError,
     InvalidRequestError,
+    RequestAbortedError,
 )
-from compiled_engine.request import ModelLimits, Request, TokenEvent, validate_request
+from compiled_engine.request import ModelLimits, Request, validate_request
 from compiled_engine.server.admission import Permit
+from compiled_engine.server.calls import CALLER, Caller
+from compiled_engine.server.choice import AnswerFormat, ChoiceRun, Piece
 from compiled_engine.server.engine_client import TokenStream
-from compiled_engine.server.metrics import ServerMetrics
-from compiled_engine.server.protocol import ChoiceFinishReason, PromptTokensDetails, Usage
+from compiled_engine.server.protocol import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
+from compiled_engine.server.request_stats import SequenceStats
 from compiled_engine.server.state import STATE, ServerState
-from compiled_engine.server.stop_strings import StopMatcher
 from compiled_engine.server.validation import Sampling, parse_request
-from compiled_engine.tokenizer import Tokenizer
 
 S = TypeVar("S", bound=msgspec.Struct)
 
+logger = logging.getLogger(__name__)
+
 BODY_TIMEOUT_S = 120.0
+# Truncation needs all tokens of a text: one with more than this many times what fits is refused.
+MAX_TRUNCATION = 16
+MAX_LOGGED_BODY_BYTES = 64 * 1024
 # Parsing more than this would hold up the other calls, so it is done in a text thread.
 _PARSED_AT_ONCE_BYTES = 64 * 1024
 _MASK_64 = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one event added to one choice; the one with a finish reason is the choice's last."""
-
-    index: int
-    text: str
-    finish_reason: ChoiceFinishReason | None = None
-    stop_reason: str | int | None = None
-
-
-class ChoiceRun:
-    """One sampled sequence: engine events in, text that is safe to send out.
-
-    Attributes:
-        request: what the engine is given.
-        num_tokens: generated tokens, up to and including the one that ended the answer.
-        num_cached_tokens: prompt tokens found in the prefix cache.
-        is_finished: whether the last piece was made.
-    """
-
-    def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer, sampling: Sampling
-    ) -> None:
-        params = request.params
-        self.index = index
-        self.request = request
-        self.num_tokens = 0
-        self.num_cached_tokens = 0
-        self.is_finished = False
-        self._include_stop = sampling.include_stop
-        self._end_token_ids = {*params.stop_token_ids, *tokenizer.eos_token_ids}
-        self._detokenizer = tokenizer.new_detokenizer(
-            skip_special_tokens=sampling.skip_special_tokens
-        )
-        self._matcher = StopMatcher(params.stop, include_stop=sampling.include_stop)
-
-    def feed(self, event: TokenEvent) -> Piece:
-        """Takes one event.
-
-        Raises:
-            EngineUnavailableError: the engine gave the request up.
-            EngineError: the engine failed on this request.
-        """
-        if event.finish_reason == "error":
-            raise EngineError(event.error or "the engine failed on this request")
-        if event.finish_reason == "abort":
-            raise EngineUnavailableError(event.error or "the engine gave the request up")
-        self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
-        texts: list[str] = []
-        matched = self._push_tokens(event, texts)
-        if matched is None and event.finish_reason is not None:
-            matched = self._push_text(self._detokenizer.finish(), texts)
-            if matched is None:
-                texts.append(self._matcher.flush())
-        finish_reason = "stop" if matched is not None else event.finish_reason
-        self.is_finished = finish_reason is not None
-        stop_reason = matched if matched is not None else self._stop_token(event)
-        return Piece(self.index, "".join(texts), finish_reason, stop_reason)
-
-    def _push_tokens(self, event: TokenEvent, texts: list[str]) -> str | None:
-        """Adds the event's text to `texts`; returns the stop string that ended the answer."""
-        token_ids = event.token_ids
-        num_shown = len(token_ids)
-        if self._ended_by_token(event) and not self._include_stop:
-            num_shown -= 1
-        if not self.request.params.stop:
-            texts.append(self._detokenizer.push(token_ids[:num_shown]))
-            self.num_tokens += len(token_ids)
-            return None
-        for token_id in token_ids[:num_shown]:
-            # One by one, since usage counts tokens up to the match.
-            self.num_tokens += 1
-            matched = self._push_text(self._detokenizer.push([token_id]), texts)
-            if matched is not None:
-                return matched
-        self.num_tokens += len(token_ids) - num_shown
-        return None
-
-    def _push_text(self, text: str, texts: list[str]) -> str | None:
-        if self.num_tokens <= self.request.params.min_tokens:
-            texts.append(self._matcher.skip(text))
-            return None
-        result = self._matcher.push(text)
-        texts.append(result.text)
-        return result.matched
-
-    def _ended_by_token(self, event: TokenEvent) -> bool:
-        token_ids = event.token_ids
-        return (
-            event.finish_reason == "stop"
-            and bool(token_ids)
-            and token_ids[-1] in self._end_token_ids
-        )
-
-    def _stop_token(self, event: TokenEvent) -> int | None:
-        """The client's own stop token that ended the answer; the model's end token is not told."""
-        if not self._ended_by_token(event):
-            return None
-        token_id = event.token_ids[-1]
-        return token_id if token_id in self.request.params.stop_token_ids else None
 
 
 def build_runs(
@@ -148,20 +57,26 @@ def build_runs(
     sampling: Sampling,
     prompts: Sequence[list[int]],
     *,
+    permit: Permit,
     limits: ModelLimits,
     default_max_tokens: int | None,
     prompt_field: str,
+    answer: AnswerFormat | None = None,
 ) -> list[ChoiceRun]:
-    """The sequences of one call, prompt by prompt, n for each.
+    """The sequences of one call, prompt by prompt, n for each; the permit grows to their tokens.
 
     Raises:
         InvalidRequestError: a prompt or a value does not fit the model; names the field.
+        OverloadedError: too many prompt tokens are unfinished.
     """
+    longest = min(limits.max_model_len, limits.max_total_tokens)
+    kept = [kept_tokens(token_ids, sampling, longest, default_max_tokens) for token_ids in prompts]
+    permit.extend_tokens(sum(map(len, kept)) * sampling.n)
     runs = []
-    for prompt_index, token_ids in enumerate(prompts):
+    for prompt_index, token_ids in enumerate(kept):
         params = sampling.params
         if params.max_tokens is None and default_max_tokens is not None:
-            room = min(limits.max_model_len, limits.max_total_tokens) - len(token_ids)
+            room = longest - len(token_ids)
             params = msgspec.structs.replace(
                 params, max_tokens=max(1, min(default_max_tokens, room))
             )
@@ -178,8 +93,32 @@ def build_runs(
                 with field_called("prompt", path):
                     validate_request(request, limits)
             index = prompt_index * sampling.n + choice
-            runs.append(ChoiceRun(index, request, state.tokenizer, sampling))
+            run = ChoiceRun(index, request, state.tokenizer, sampling, answer)
+            if sampling.truncate_prompt_tokens is not None:
+                run.num_truncated_tokens = len(prompts[prompt_index]) - len(token_ids)
+            runs.append(run)
     return runs
+
+
+def kept_tokens(
+    token_ids: list[int], sampling: Sampling, longest: int, default_max_tokens: int | None
+) -> list[int]:
+    """The prompt, or the end of it where the client asked for truncation.
+
+    -1 keeps what fits beside `max_tokens`.
+    """
+    num_kept = sampling.truncate_prompt_tokens
+    if num_kept == -1:
+        num_kept = longest - (sampling.params.max_tokens or default_max_tokens or 1)
+    if num_kept is None or num_kept <= 0:
+        return token_ids  # what is too long is refused
+    return token_ids[-num_kept:]
+
+
+def encode_bound(limits: ModelLimits, sampling: Sampling) -> int:
+    """Tokens beyond which a text is refused from its beginning alone, without tokenising it all."""
+    longest = min(limits.max_model_len, limits.max_total_tokens)
+    return longest * MAX_TRUNCATION if sampling.truncate_prompt_tokens is not None else longest
 
 
 @contextlib.contextmanager
@@ -219,28 +158,38 @@ def usage_of(runs: Sequence[ChoiceRun], n: int) -> Usage:
     prompt_tokens = sum(len(runs[i].request.prompt_token_ids) for i in firsts)
     cached = sum(min(run.num_cached_tokens for run in runs[i : i + n]) for i in firsts)
     completion_tokens = sum(run.num_tokens for run in runs)
+    details = PromptTokensDetails(cached_tokens=cached)
+    truncated = [run.num_truncated_tokens for run in runs[::n]]
+    if truncated and truncated[0] is not None:
+        details.truncated_tokens = sum(number or 0 for number in truncated)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=details,
+        completion_tokens_details=(
+            CompletionTokensDetails(sum(run.num_reasoning_tokens for run in runs))
+            if any(run.has_parser for run in runs)
+            else UNSET
+        ),
     )
 
 
 @contextlib.asynccontextmanager
-async def call_scope(state: ServerState) -> AsyncIterator[Permit]:
+async def call_scope(request: web.Request) -> AsyncIterator[Permit]:
     """Everything a call holds while it runs: a permit and a place in the drain.
 
     Raises:
         EngineUnavailableError: draining, or the engine is not ready.
         OverloadedError: too many unfinished requests.
     """
+    state = request.app[STATE]
     try:
         if state.engine.dead_reason is not None:
             raise EngineUnavailableError(state.engine.dead_reason)
         with state.drain.counted():
             state.require_limits()
-            with state.admission.enter() as permit:
+            with state.admission.enter(request[CALLER].key_name) as permit:
                 yield permit
     except (asyncio.CancelledError, ConnectionResetError):
         state.metrics.num_aborted.inc()
@@ -280,6 +229,9 @@ async def read_request(request: web.Request, kind: type[S]) -> S:
     """
     state = request.app[STATE]
     raw = await read_body(request)
+    if state.config.log_prompts:
+        shown = raw[:MAX_LOGGED_BODY_BYTES].decode("utf-8", "backslashreplace")
+        logger.info("request=%s body=%r", request[CALLER].request_id, shown)
     if len(raw) <= _PARSED_AT_ONCE_BYTES:
         body, unknown = parse_request(raw, kind)
     else:
@@ -290,58 +242,73 @@ async def read_request(request: web.Request, kind: type[S]) -> S:
 
 @contextlib.asynccontextmanager
 async def generate(
-    state: ServerState, runs: Sequence[ChoiceRun], started_s: float
+    state: ServerState, runs: Sequence[ChoiceRun], caller: Caller
 ) -> AsyncIterator[AsyncIterator[Piece]]:
     """Submits all sequences at once; yields their merged pieces; aborts what runs at the end.
 
     Args:
         state: the server.
         runs: from `build_runs`.
-        started_s: `time.perf_counter()` when the call arrived.
+        caller: the call they belong to.
 
     Raises:
         EngineUnavailableError: also out of the pieces.
     """
-    streams: list[TokenStream] = []
+    sources: list[_Source] = []
     failure = "abort"
     try:
         for run in runs:
             # Not a comprehension: when one is refused, those before it must be aborted.
-            streams.append(state.engine.submit(run.request))  # noqa: PERF401
-        pairs = list(zip(runs, streams, strict=True))
-        merged = (
-            _merge(pairs, state.metrics, started_s)
-            if len(pairs) > 1
-            else _pieces(*pairs[0], state.metrics, started_s)
-        )
-        async with state.drain.interruptible(), contextlib.aclosing(merged) as pieces:
-            yield pieces
-    except EngineError:
-        failure = "error"
+            stats = SequenceStats(
+                state.metrics,
+                caller,
+                run.index,
+                len(run.request.prompt_token_ids),
+                run.cache_key,
+            )
+            sources.append(_Source(run, state.engine.submit(run.request), stats))
+        merged = _merge(sources) if len(sources) > 1 else _pieces(sources[0])
+        with state.calls.listed(caller, [run.request.request_id for run in runs]):
+            async with state.drain.interruptible(), contextlib.aclosing(merged) as pieces:
+                yield pieces
+    except EngineError as error:
+        failure = "abort" if isinstance(error, RequestAbortedError) else "error"
         raise
     finally:
-        for stream in streams:
-            await stream.aclose()
-        for run in runs[: len(streams)]:
-            if not run.is_finished:
-                state.metrics.count_finish(failure)
+        for source in sources:
+            await source.stream.aclose()
+            source.end(failure)
 
 
-async def _merge(
-    pairs: Sequence[tuple[ChoiceRun, TokenStream]], metrics: ServerMetrics, started_s: float
-) -> AsyncGenerator[Piece, None]:
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One submitted sequence: its text, its events, what it costs."""
+
+    run: ChoiceRun
+    stream: TokenStream
+    stats: SequenceStats
+
+    def end(self, reason: str) -> None:
+        self.stats.end(
+            reason,
+            num_tokens=self.run.num_tokens,
+            num_cached_tokens=self.run.num_cached_tokens,
+        )
+
+
+async def _merge(sources: Sequence[_Source]) -> AsyncGenerator[Piece, None]:
     # Bounded: a reader that is slow makes events wait, merged, at the engine client.
-    queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(maxsize=len(pairs))
+    queue: asyncio.Queue[Piece | Exception] = asyncio.Queue(maxsize=len(sources))
 
-    async def pump(run: ChoiceRun, stream: TokenStream) -> None:
+    async def pump(source: _Source) -> None:
         try:
-            async with contextlib.aclosing(_pieces(run, stream, metrics, started_s)) as pieces:
+            async with contextlib.aclosing(_pieces(source)) as pieces:
                 async for piece in pieces:
                     await queue.put(piece)
         except Exception as error:  # handed to the reader, who raises it
             await queue.put(error)
 
-    tasks = [asyncio.create_task(pump(run, stream)) for run, stream in pairs]
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
     try:
         num_running = len(tasks)
         while num_running:
@@ -356,38 +323,16 @@ async def _merge(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pieces(
-    run: ChoiceRun, stream: TokenStream, metrics: ServerMetrics, started_s: float
-) -> AsyncGenerator[Piece, None]:
-    first_s = last_s = 0.0
+async def _pieces(source: _Source) -> AsyncGenerator[Piece, None]:
+    run, stream = source.run, source.stream
     async for event in stream:
-        now_s = time.perf_counter()
-        if not first_s:
-            first_s = now_s
-            metrics.ttft_s.observe(now_s - started_s)
-        elif event.token_ids:
-            metrics.inter_token_s.observe((now_s - last_s) / len(event.token_ids))
-        last_s = now_s
+        source.stats.take(event, stream.queue_s)
         piece = run.feed(event)
         if piece.finish_reason is not None:
             await stream.aclose()
-            _observe_finish(run, piece.finish_reason, metrics, (started_s, first_s, now_s))
+            # That the answer ended in calls is known to the client only; the sequence just stopped.
+            source.end("length" if piece.finish_reason == "length" else "stop")
             yield piece
             return
         yield piece
     raise EngineUnavailableError("the engine ended the request without a reason")
-
-
-def _observe_finish(
-    run: ChoiceRun,
-    reason: ChoiceFinishReason,
-    metrics: ServerMetrics,
-    times_s: tuple[float, float, float],
-) -> None:
-    started_s, first_s, last_s = times_s
-    metrics.count_finish(reason)
-    metrics.e2e_s.observe(last_s - started_s)
-    metrics.prompt_tokens.observe(len(run.request.prompt_token_ids))
-    metrics.generation_tokens.observe(run.num_tokens)
-    if run.num_tokens > 1:
-        metrics.per_output_token_s.observe((last_s - first_s) / (run.num_tokens - 1))

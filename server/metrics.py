@@ -44,6 +44,12 @@ class ServerMetrics:
             "Between two tokens of a sequence.",
             _SHORT_BUCKETS_S,
         )
+        self.queue_s = histogram(
+            "vllm:request_queue_time_seconds", "From submit to a row of the batch.", _LONG_BUCKETS_S
+        )
+        self.prefill_s = histogram(
+            "vllm:request_prefill_time_seconds", "From a row to the first token.", _LONG_BUCKETS_S
+        )
         self.per_output_token_s = histogram(
             "vllm:request_time_per_output_token_seconds",
             "Mean time a token after the first one took, by sequence.",
@@ -58,6 +64,10 @@ class ServerMetrics:
         self.generation_tokens = histogram(
             "vllm:request_generation_tokens", "Generated tokens of a sequence.", _TOKEN_BUCKETS
         )
+        self._make_counters(model_name)
+        self._registry.register(_EngineCollector(labels, engine, admission))
+
+    def _make_counters(self, model_name: str) -> None:
         self._finished = Counter(
             "vllm:request_success",
             "Sequences by the reason they ended.",
@@ -84,7 +94,6 @@ class ServerMetrics:
             ["status"],
             registry=self._registry,
         )
-        self._registry.register(_EngineCollector(labels, engine, admission))
 
     def count_finish(self, reason: str) -> None:
         """Counts one ended sequence: "stop", "length", "abort" or "error"."""
@@ -191,12 +200,22 @@ class _EngineCollector(Collector):
         yield self._gauge(
             "compiled_engine:step_age_seconds",
             "Age of the last finished step while there is work.",
-            self._engine.status.step_age_s,
+            self._engine.step_age_s,
         )
         yield self._gauge(
             "compiled_engine:unfinished_requests",
             "Sequences admitted by the server and not finished.",
             self._admission.num_requests,
+        )
+        yield self._gauge(
+            "compiled_engine:queued_prompt_tokens",
+            "Prompt tokens of unfinished sequences.",
+            self._admission.num_tokens,
+        )
+        yield self._gauge(
+            "compiled_engine:paused",
+            "1 while `/pause_generation` holds the engine.",
+            float(self._engine.status.is_paused),
         )
         rejects = CounterMetricFamily(
             "compiled_engine:rejected_requests", "Refusals (429) by limit.", labels=["limit"]

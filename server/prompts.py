@@ -5,10 +5,12 @@ Runs in the text threads; owns no state. The tokenizer and its templates are in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compiled_engine.errors import InvalidRequestError
+from compiled_engine.server.parsers.registry import ChatFormat
+from compiled_engine.server.tool_prompt import with_call_ids, with_tools_as_text
 from compiled_engine.tokenizer import Tokenizer
 
 # A text longer than this many characters a token is first judged by its beginning.
@@ -73,7 +75,7 @@ def encode_chat(
     template_kwargs: dict[str, Any],
     add_special_tokens: bool,
 ) -> list[int]:
-    """Token ids of a chat, rendered by the model's own template.
+    """Token ids of a chat without tools, rendered by the model's own template.
 
     Raises:
         InvalidRequestError: the template refuses the messages, or the prompt is far too long.
@@ -84,6 +86,54 @@ def encode_chat(
         continue_final_message=continue_final_message,
         **template_kwargs,
     )
+    return encode_rendered(
+        tokenizer, text, max_tokens=max_tokens, add_special_tokens=add_special_tokens
+    )
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    chat_format: ChatFormat,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    template_kwargs: Mapping[str, Any],
+) -> str:
+    """The prompt text of a chat with tools, in the template's own form or, without one, as text.
+
+    Raises:
+        InvalidRequestError: the template refuses the messages.
+    """
+    if chat_format.tools is not None:
+        messages = with_call_ids(messages, chat_format.tools.call_id_form)
+    options = dict(template_kwargs)
+    if not chat_format.has_tools_branch:
+        try:
+            messages = with_tools_as_text(messages, tools)
+        except RecursionError as error:
+            raise InvalidRequestError(
+                "tools, or arguments of earlier calls, are nested too deeply", param="tools"
+            ) from error
+    elif tools:
+        options["tools"] = list(tools)
+    return tokenizer.apply_chat_template(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **options,
+    )
+
+
+def encode_rendered(
+    tokenizer: Tokenizer, text: str, *, max_tokens: int, add_special_tokens: bool
+) -> list[int]:
+    """Token ids of a rendered chat.
+
+    Raises:
+        InvalidRequestError: the prompt is far too long, or empty.
+    """
     try:
         token_ids = encode_text(
             tokenizer, text, max_tokens=max_tokens, add_special_tokens=add_special_tokens

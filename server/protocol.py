@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-ChoiceFinishReason = Literal["stop", "length"]
+ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
 
 _PROMPT_SCHEMA = {
     "description": "Text, token ids, or a list of either.",
@@ -59,6 +59,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    truncate_prompt_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
@@ -101,6 +110,37 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    """A function the model may call; `parameters` is a JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool of a chat."""
+
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True):
+    """Asks for a call of one function."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -111,6 +151,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -133,9 +177,19 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """How much of the prompt came from the prefix cache."""
+    """How much of the prompt came from the prefix cache, and how much of it was cut off.
+
+    `truncated_tokens` is there only where the request asked for truncation.
+    """
 
     cached_tokens: int
+    truncated_tokens: int | UnsetType = UNSET
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    """How many of the generated tokens are reasoning."""
+
+    reasoning_tokens: int
 
 
 class Usage(msgspec.Struct):
@@ -145,6 +199,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -168,12 +223,30 @@ class CompletionResponse(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
 
 
-class AssistantMessage(msgspec.Struct):
-    """The answer of a chat."""
+class AnswerFunction(msgspec.Struct):
+    """Name and JSON arguments of a call; in a stream the name comes once, arguments in pieces."""
 
-    content: str
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class AnswerToolCall(msgspec.Struct):
+    """A call the model made; arguments of an answer that was cut may be incomplete."""
+
+    id: str
+    function: AnswerFunction
+    type: Literal["function"] = "function"
+
+
+class AssistantMessage(msgspec.Struct):
+    """The answer of a chat; reasoning stands under both names that clients know."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -197,11 +270,23 @@ class ChatResponse(msgspec.Struct):
     object: Literal["chat.completion"] = "chat.completion"
 
 
+class DeltaToolCall(msgspec.Struct):
+    """What a chunk adds to one call; id and type come with its first chunk only."""
+
+    index: int
+    function: AnswerFunction
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct):
     """What a chunk adds to the answer; absent fields add nothing."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[DeltaToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -64,34 +64,52 @@ def _event(value: Any) -> bytes:
     return b"data: " + _ENCODER.encode(value) + b"\n\n"
 
 
+class StreamForm(NamedTuple):
+    """How a stream is spelled.
+
+    Attributes:
+        encode: one record as bytes.
+        failure: the record that tells of an error inside the stream.
+        closing: bytes behind the last record.
+    """
+
+    encode: Callable[[Any], bytes]
+    failure: Callable[[EngineError], Any]
+    closing: bytes = b""
+
+
 async def stream_response(
-    request: web.Request, chunks: AsyncGenerator[msgspec.Struct, None]
+    request: web.Request,
+    chunks: AsyncGenerator[msgspec.Struct, None],
+    form: StreamForm | None = None,
 ) -> web.StreamResponse:
-    """Sends chunks as they come, then `[DONE]`.
+    """Sends chunks as they come; without a `form` as OpenAI does, with `[DONE]` at the end.
 
     The answer starts with the first chunk, so an error before it still has its HTTP status. A later
-    error becomes an event with the error object, followed by `[DONE]`.
+    error becomes an event with the error object.
 
     Raises:
         EngineError: before the first chunk.
         ConnectionResetError: the client is gone, or takes nothing.
     """
+    encode, failure, closing = form or StreamForm(_event, error_body, _DONE)
     response = web.StreamResponse(headers=_STREAM_HEADERS)
     async with contextlib.aclosing(chunks):
         first = await anext(chunks)
         await response.prepare(request)
         try:
-            await _write(response, _event(first))
+            await _write(response, encode(first))
             async for chunk in chunks:
-                await _write(response, _event(chunk))
+                await _write(response, encode(chunk))
         except ConnectionResetError:
             raise
         except EngineError as error:
-            await _write(response, _event(error_body(error)))
+            await _write(response, encode(failure(error)))
         except Exception:
             logger.exception("an answer failed inside its stream")
-            await _write(response, _event(error_body(EngineError("internal error"))))
-    await _write(response, _DONE)
+            await _write(response, encode(failure(EngineError("internal error"))))
+    if closing:
+        await _write(response, closing)
     await response.write_eof()
     return response
 

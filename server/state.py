@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,19 +17,48 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from compiled_engine.config import ServerConfig
+from compiled_engine.config import EngineConfig, ServerConfig
 from compiled_engine.errors import EngineUnavailableError, UnknownModelError
 from compiled_engine.request import ModelLimits, SamplingParams
 from compiled_engine.server.admission import Admission
+from compiled_engine.server.calls import RunningCalls
 from compiled_engine.server.engine_client import EngineClient
 from compiled_engine.server.metrics import ServerMetrics
-from compiled_engine.server.validation import UnknownFields
+from compiled_engine.server.parsers.registry import (
+    ChatFormat,
+    choose_format,
+    reasoning_parser_name,
+    tool_parser_name,
+)
 from compiled_engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 NUM_TEXT_THREADS = 2
 _STOPPING = "the server is shutting down"
+
+
+class UnknownFields:
+    """Remembers which unknown fields were logged, so that each is logged once.
+
+    Attributes:
+        max_logged: names beyond this many are only counted, since clients choose them.
+    """
+
+    max_logged = 100
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def note(self, names: set[str]) -> None:
+        """Logs names not seen before."""
+        for name in sorted(names):
+            short = name[:64]
+            if short not in self._logged and len(self._logged) < self.max_logged:
+                self._logged.add(short)
+                logger.warning("request field %r is not known and has no effect", short)
 
 
 class Drain:
@@ -94,6 +125,8 @@ class ServerState:
         created: Unix time shown for the model.
         loaded_tokenizer: None until the model's folder is known.
         default_sampling: values of requests that leave them out; from the model's own settings.
+        engine_config: what the engine process was told; None where nobody knows.
+        calls: the running calls, by their id.
         request_ids: ids for the engine, never reused.
         text_pool: threads for tokenising and template rendering.
     """
@@ -106,12 +139,19 @@ class ServerState:
     default_sampling: SamplingParams
     admission: Admission
     metrics: ServerMetrics
+    engine_config: EngineConfig | None = None
+    calls: RunningCalls = field(default_factory=RunningCalls)
     drain: Drain = field(default_factory=Drain)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     request_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
     )
+
+    def __post_init__(self) -> None:
+        # An unknown name must end the start, not the first request.
+        tool_parser_name(self.config.tool_call_parser)
+        reasoning_parser_name(self.config.reasoning_parser)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -123,6 +163,21 @@ class ServerState:
         if self.loaded_tokenizer is None:
             raise EngineUnavailableError("the tokenizer is not loaded yet")
         return self.loaded_tokenizer
+
+    @functools.cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the served model writes reasoning and tool calls.
+
+        Raises:
+            EngineUnavailableError: the tokenizer is not loaded yet.
+        """
+        tokenizer = self.tokenizer
+        return choose_format(
+            tokenizer.chat_template_text,
+            has_tools_branch="tools" in tokenizer.chat_template_variables,
+            tool_parser=self.config.tool_call_parser,
+            reasoning_parser=self.config.reasoning_parser,
+        )
 
     def note_unknown_fields(self, names: set[str]) -> None:
         """Counts and, once each, logs request fields that are not known."""

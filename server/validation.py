@@ -7,7 +7,6 @@ Owns parsing, the rules for fields that cannot be honoured, defaults, and the me
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +18,10 @@ from compiled_engine.errors import ConfigError, InvalidRequestError
 from compiled_engine.request import SamplingParams
 from compiled_engine.server.protocol import (
     ChatMessage,
-    ChatRequest,
     CompletionRequest,
     GenerationRequest,
 )
-
-logger = logging.getLogger(__name__)
+from compiled_engine.server.structured_output import structured_output
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -44,11 +41,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "early_stopping": (),
     "function_call": ("none", "auto"),
     "functions": (),
-    "guided_choice": (),
     "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
@@ -60,19 +53,15 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "return_hidden_states": (),
     "return_token_ids": (),
     "return_tokens_as_token_ids": (),
     "spaces_between_special_tokens": (True,),
     "store": (),
-    "structural_tag": (),
-    "structured_outputs": (),
     "suffix": (),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": (),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -84,7 +73,6 @@ _WITHOUT_EFFECT = frozenset(
         "metadata",
         "parallel_tool_calls",
         "prediction",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
         "separate_reasoning",
@@ -94,30 +82,8 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 _REFUSED_MESSAGE_FIELDS = ("audio", "function_call", "refusal")
-_TEMPLATE_KWARGS = {"enable_thinking": bool, "thinking": bool}
 
 _PATH = re.compile(r"(?s)(.*) - at `\$\.?(.*)`$")
-
-
-class UnknownFields:
-    """Remembers which unknown fields were logged, so that each is logged once.
-
-    Attributes:
-        max_logged: names beyond this many are only counted, since clients choose them.
-    """
-
-    max_logged = 100
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def note(self, names: set[str]) -> None:
-        """Logs names not seen before."""
-        for name in sorted(names):
-            short = name[:64]
-            if short not in self._logged and len(self._logged) < self.max_logged:
-                self._logged.add(short)
-                logger.warning("request field %r is not known and has no effect", short)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -250,6 +216,9 @@ class Sampling:
         continuous_usage: put the usage so far into every chunk.
         skip_special_tokens: leave special tokens out of the text.
         include_stop: keep the stop string or stop token in the text.
+        truncate_prompt_tokens: keep this many tokens at a prompt's end; -1 keeps what fits.
+        grammar_field: the field that says what the answer must look like, "" for none.
+        cache_key: the client's `prompt_cache_key`; it is logged and changes no answer.
     """
 
     params: SamplingParams
@@ -261,6 +230,9 @@ class Sampling:
     continuous_usage: bool
     skip_special_tokens: bool
     include_stop: bool
+    truncate_prompt_tokens: int | None = None
+    cache_key: str = ""
+    grammar_field: str = ""
 
 
 def validate_sampling(
@@ -280,11 +252,11 @@ def validate_sampling(
     n = 1 if request.n is None else request.n
     if not 1 <= n <= max_n:
         raise InvalidRequestError(f"n is {n}; allowed is 1 to {max_n}", param="n")
-    salt = request.cache_salt or ""
-    if len(salt) > MAX_CACHE_SALT_CHARS:
+    num_kept = request.truncate_prompt_tokens
+    if num_kept is not None and num_kept != -1 and num_kept < 1:
         raise InvalidRequestError(
-            f"cache_salt has {len(salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed",
-            param="cache_salt",
+            f"truncate_prompt_tokens is {num_kept}; allowed is -1, or 1 and more",
+            param="truncate_prompt_tokens",
         )
     stream = bool(request.stream)
     options = request.stream_options
@@ -292,17 +264,33 @@ def validate_sampling(
         raise InvalidRequestError(
             "stream_options is allowed only where stream is true", param="stream_options"
         )
+    params = _merge_params(request, defaults, max_tokens)
+    structure = structured_output(request)
+    if structure is not None:
+        params = msgspec.structs.replace(params, grammar=structure.spec)
     return Sampling(
-        params=_merge_params(request, defaults, max_tokens),
+        params=params,
         n=n,
         priority=request.priority or 0,
-        cache_salt=salt,
+        cache_salt=_short_text("cache_salt", request.cache_salt),
         stream=stream,
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         skip_special_tokens=request.skip_special_tokens is not False,
         include_stop=bool(request.include_stop_str_in_output),
+        truncate_prompt_tokens=num_kept,
+        cache_key=_short_text("prompt_cache_key", request.prompt_cache_key),
+        grammar_field=structure.field if structure is not None else "",
     )
+
+
+def _short_text(field: str, value: str | None) -> str:
+    if value is not None and len(value) > MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError(
+            f"{field} has {len(value)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed",
+            param=field,
+        )
+    return value or ""
 
 
 def _merge_params(
@@ -390,111 +378,3 @@ def _prompt_list(prompt: list[Any], kind: Any) -> Any:
         path = f"prompt{match.group(2)}" if match else "prompt"
         text = match.group(1) if match else str(error)
         raise InvalidRequestError(f"{path}: {text}", param="prompt") from error
-
-
-def chat_max_tokens(request: ChatRequest) -> int | None:
-    """The client's limit on generated tokens: `max_completion_tokens`, or the older `max_tokens`.
-
-    Raises:
-        InvalidRequestError: both are given and differ.
-    """
-    newer, older = request.max_completion_tokens, request.max_tokens
-    if newer is not None and older is not None and newer != older:
-        raise InvalidRequestError(
-            f"max_completion_tokens is {newer} but max_tokens is {older}; give one of them",
-            param="max_completion_tokens",
-        )
-    return older if newer is None else newer
-
-
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: text content, arguments as objects.
-
-    The role "developer" becomes "system", which is the name templates know. Text parts of one
-    message are joined by line breaks.
-
-    Raises:
-        InvalidRequestError: no messages, a part that is not text, or arguments that are no object.
-    """
-    if not messages:
-        raise InvalidRequestError("messages is empty: at least one is needed", param="messages")
-    return [_template_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
-
-
-def _template_message(path: str, message: ChatMessage) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    result: dict[str, Any] = {"role": role, "content": _content_text(path, message)}
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        result["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": call.type,
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(
-                        f"{path}.tool_calls[{i}].function.arguments", call.function.arguments
-                    ),
-                },
-            }
-            for i, call in enumerate(message.tool_calls)
-        ]
-    return result
-
-
-def _content_text(path: str, message: ChatMessage) -> str:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.role == "assistant" and message.tool_calls:
-            return ""
-        raise InvalidRequestError(f"{path}.content is missing", param=f"{path}.content")
-    if not content:
-        raise InvalidRequestError(
-            f"{path}.content has no parts: at least one is needed", param=f"{path}.content"
-        )
-    texts = []
-    for index, part in enumerate(content):
-        where = f"{path}.content[{index}]"
-        if part.type != "text":
-            raise InvalidRequestError(
-                f"{where} is of type {part.type[:64]!r}; the model takes text only", param=where
-            )
-        if part.text is None:
-            raise InvalidRequestError(f"{where}.text is missing", param=f"{where}.text")
-        texts.append(part.text)
-    return "\n".join(texts)
-
-
-def _arguments(path: str, text: str) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequestError(f"{path} is no valid JSON: {error}", param=path) from error
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{path} must hold a JSON object", param=path)
-    return value
-
-
-def template_kwargs(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Checked `chat_template_kwargs`: only names that templates read and that are harmless.
-
-    Raises:
-        InvalidRequestError: another name or type; a template itself is never taken from a request.
-    """
-    for name, value in (values or {}).items():
-        where = f"chat_template_kwargs.{name[:64]}"
-        if name not in _TEMPLATE_KWARGS:
-            allowed = ", ".join(_TEMPLATE_KWARGS)
-            raise InvalidRequestError(
-                f"{where} is not allowed; allowed are: {allowed}", param="chat_template_kwargs"
-            )
-        if type(value) is not _TEMPLATE_KWARGS[name]:
-            raise InvalidRequestError(
-                f"{where} must be true or false", param="chat_template_kwargs"
-            )
-    return dict(values or {})

@@ -24,18 +24,23 @@ class EngineChild:
     """
 
     def __init__(self, endpoint: str, config: EngineConfig) -> None:
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "compiled_engine.engine_process",
-                endpoint,
-                config_to_json(config),
-                str(os.getpid()),
-            ],
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-        )
+        self._command = [
+            sys.executable,
+            "-m",
+            "compiled_engine.engine_process",
+            endpoint,
+            config_to_json(config),
+            str(os.getpid()),
+        ]
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, process_group=0)
+
+    def restart(self) -> None:
+        """Ends what is left of it and starts a new one at the same address. Blocks."""
+        self.stop(can_obey=False)
+        self._process = self._start()
 
     @property
     def pid(self) -> int:
@@ -58,7 +63,7 @@ class EngineChild:
             can_obey: it has a shutdown frame and is in a state to read it; it is ended by a signal
                 if it does not.
         """
-        if can_obey and self._has_ended(STOP_TIMEOUT_S):
+        if self._has_ended(STOP_TIMEOUT_S if can_obey else 0.0):
             return
         self._process.terminate()
         if not self._has_ended(KILL_AFTER_S):

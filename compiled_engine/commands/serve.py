@@ -92,7 +92,12 @@ class _Session:
         child = EngineChild(endpoint, self.engine_config)
         can_obey = False
         try:
-            client = ServedEngine(endpoint, child, self.server_config.engine_timeout_s)
+            client = ServedEngine(
+                endpoint,
+                child,
+                self.server_config.engine_timeout_s,
+                self.server_config.restart_engine,
+            )
             app = make_app(
                 client,
                 None,
@@ -100,16 +105,17 @@ class _Session:
                 self.model_name,
                 created=int(time.time()),
                 default_sampling={},
+                engine_config=self.engine_config,
             )
-            app.cleanup_ctx.append(lambda app: self._follow_start(app, client))
+            app.cleanup_ctx.append(lambda app: self._follow(app, client, child))
             code = run_server(
                 app,
                 sock,
                 self.server_config,
                 on_started=lambda: self.console.print(f"listening on {self._url}, loading"),
             )
-            # While it loads, the engine reads no frames; one that has failed ends by itself.
-            can_obey = client.limits is not None or client.is_dead
+            # While it loads or hangs, it reads no frames; one that has failed ends by itself.
+            can_obey = (client.limits is not None or client.is_dead) and not client.is_hung
         finally:
             child.stop(can_obey=can_obey)
             remove_endpoint(endpoint)
@@ -133,14 +139,16 @@ class _Session:
             f"{client.status.num_pages_total * self.engine_config.block_size} in the KV pool"
         )
 
-    async def _follow_start(
-        self, app: web.Application, client: ServedEngine
+    async def _follow(
+        self, app: web.Application, client: ServedEngine, child: EngineChild
     ) -> AsyncIterator[None]:
+        from compiled_engine.commands.served_engine import restart_when_dead
         from compiled_engine.server.state import STATE
 
         tasks = [
             asyncio.create_task(self._show_progress(client), name="start-progress"),
             asyncio.create_task(self._load_text_side(app[STATE], client), name="load-tokenizer"),
+            asyncio.create_task(restart_when_dead(client, child.restart), name="engine-restarts"),
         ]
         yield
         for task in tasks:

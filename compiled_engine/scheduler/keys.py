@@ -9,6 +9,7 @@ and the parent's publication number are compared too.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,3 +54,11 @@ def page_key(shape: SchedulerShape, chain: Tensor) -> Tensor:
     """Index key of a page with this chain value."""
     key = mix(chain)
     return key if shape.key_bits >= 64 else key & ((1 << shape.key_bits) - 1)
+
+
+def salt_of(text: str) -> int:
+    """A request's cache salt as the scheduler's non-negative integer; the empty one is 0."""
+    if not text:
+        return 0
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2

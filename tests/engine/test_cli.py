@@ -67,15 +67,27 @@ SERVER_VALUES = {
     "max_queued_tokens": ("8", 8),
     "max_body_bytes": ("2048", 2048),
     "max_n": ("2", 2),
+    "tool_call_parser": ("hermes", "hermes"),
+    "reasoning_parser": ("none", "none"),
     "drain_timeout_s": ("1.5", 1.5),
     "engine_timeout_s": ("2.5", 2.5),
+    "api_key_file": ("/keys", Path("/keys")),
+    "max_requests_per_key": ("3", 3),
+    "max_tokens_per_key": ("4", 4),
+    "ready_timeout_s": ("2.5", 2.5),
+    "restart_engine": ("2", 2),
+    "weight_version": ("v2", "v2"),
+    "profile_dir": ("/traces", Path("/traces")),
+    "access_log": (None, False),
+    "log_prompts": (None, True),
 }
 
 
 def _argument(name: str, text: str | None) -> list[str]:
     flag = flags_of(name)[0]
     if text is None:
-        return [f"--no-{flag[2:]}" if name == "enable_prefix_caching" else flag]
+        is_on = name in ("enable_prefix_caching", "access_log")
+        return [f"--no-{flag[2:]}" if is_on else flag]
     return [flag, text]
 
 

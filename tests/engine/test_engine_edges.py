@@ -284,7 +284,8 @@ def test_a_hang_in_the_last_read_is_a_busy_engine():
         return []
 
     outbox = SimpleNamespace(num_unread=1)
-    loop = SimpleNamespace(has_work=False, executor=SimpleNamespace(outbox=outbox), drain=drain)
+    executor = SimpleNamespace(outbox=outbox)
+    loop = SimpleNamespace(has_work=False, executor=executor, drain=drain, take_refusals=list)
     EngineServer(SimpleNamespace(loop=loop), channel)._turn()
     assert len(seen) == 1
     assert seen[0] is not None

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,16 +14,20 @@ from torch import Tensor
 from compiled_engine.custom_ops.sampling import gumbel_noise
 from compiled_engine.request import SamplingParams
 from compiled_engine.sampler import (
+    RowMask,
     RowParams,
     Sampled,
     Variant,
     apply_params,
     build_param_inbox,
+    mask_logits,
+    new_mask_bits,
     new_row_params,
     sample,
     variant_of,
 )
 from compiled_engine.scheduler.state import SchedulerShape, SchedulerState, new_state
+from compiled_engine.upload import MaskUpload
 
 VOCAB, PADDED_VOCAB = 100, 112
 MAX_LEN = 40
@@ -398,3 +403,30 @@ def test_parameters_of_one_row_leave_the_others():
     rows.set(2, [1], [], temperature=1.5, top_p=0.2)
     assert all(torch.equal(a, b[0]) for a, b in zip(before, rows.params, strict=True))
     assert rows.params.stop_ids[2].max() == -1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab_size", "num_columns"), [(31, 31), (33, 40), (250, 256), (7, 96)])
+def test_masks_forbid_what_a_grammar_does_not_allow(vocab_size, num_columns, dtype):
+    num_rows = 6
+    generator = torch.Generator().manual_seed(vocab_size)
+    allowed = torch.rand(num_rows, vocab_size, generator=generator) < 0.3
+    allowed[:, 3] = True
+    bits = new_mask_bits(num_rows, num_columns, "cpu")
+    upload = MaskUpload(bits, 8)
+    for row in range(num_rows):
+        words = np.zeros(-(-vocab_size // 32), np.uint32)
+        for token in allowed[row].nonzero().flatten().tolist():
+            words[token // 32] |= np.uint32(1 << (token % 32))
+        upload.send([RowMask(row, words.view(np.int32))])
+    upload.send([])
+    has_grammar = torch.tensor([True, False, True, True, False, True])
+    seq_rows = torch.tensor([5, 1, 0, 4, 2], dtype=torch.int32)
+    logits = torch.randn(5, num_columns, generator=generator).to(dtype)
+    masked = mask_logits(logits, bits, has_grammar, seq_rows)
+    assert masked.dtype == dtype
+    for place, row in enumerate(seq_rows.tolist()):
+        expected = logits[place].clone()
+        if has_grammar[row]:
+            expected[:vocab_size][~allowed[row]] = float("-inf")
+        assert torch.equal(masked[place, :vocab_size], expected[:vocab_size])

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from compiled_engine.errors import EngineUnavailableError, InvalidRequestError
-from compiled_engine.ipc import EngineStatus
+from compiled_engine.chat_template import ChatTemplates
+from compiled_engine.errors import EngineError, EngineUnavailableError, InvalidRequestError
+from compiled_engine.ipc import ControlAction, ControlResult, EngineStatus
 from compiled_engine.request import ModelLimits, Request, TokenEvent
 
 BOS, EOS = 256, 257
@@ -47,6 +48,8 @@ class ByteTokenizer:
     eos_token_ids: tuple[int, ...] = (EOS,)
     vocab_size = 258
     has_chat_template = True
+    chat_template_text = ""
+    chat_template_variables: frozenset[str] = frozenset({"messages"})
 
     def __init__(self, *, adds_bos: bool = False) -> None:
         self._adds_bos = adds_bos
@@ -58,7 +61,9 @@ class ByteTokenizer:
         detokenizer = ByteDetokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.finish()
 
-    def new_detokenizer(self, *, skip_special_tokens: bool = True) -> ByteDetokenizer:
+    def new_detokenizer(
+        self, *, skip_special_tokens: bool = True, kept_tokens: Collection[str] = ()
+    ) -> ByteDetokenizer:
         return ByteDetokenizer(skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -80,6 +85,31 @@ class ByteTokenizer:
         return text + ("[assistant]" if add_generation_prompt else "")
 
 
+class TemplateTokenizer(ByteTokenizer):
+    """A byte tokenizer whose chats are rendered by a real template."""
+
+    def __init__(self, template: str) -> None:
+        super().__init__()
+        self._templates = ChatTemplates({"default": template}, {})
+        self.chat_template_text = self._templates.text
+        self.chat_template_variables = self._templates.variables
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        return self._templates.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+
+
 def text_reply(text: str) -> Callable[[Request], list[int]]:
     """A script that answers every request with `text` and the end token."""
     return lambda request: [*text.encode(), EOS]
@@ -92,6 +122,8 @@ class FakeEngine:
         submitted: every request, in order.
         aborted: ids of requests that were closed before their end.
         num_tokens_sent: tokens of all events that were read.
+        controls: actions asked for, with their options.
+        refusal: what `control` is refused with.
     """
 
     def __init__(
@@ -111,6 +143,10 @@ class FakeEngine:
         self.aborted: list[int] = []
         self.num_tokens_sent = 0
         self.fail_with: str | None = None
+        self.refuses = False  # the failure is the request's own fault
+        self.controls: list[tuple[ControlAction, str, int]] = []
+        self.refusal: EngineError | None = None
+        self.step_age_s = 0.0
         self.is_closed = False
         self.status = EngineStatus(
             phase="ready" if limits else "loading",
@@ -155,6 +191,21 @@ class FakeEngine:
         if self._running.pop(request_id, None) is not None:
             self.aborted.append(request_id)
 
+    def cancel(self, request_id: int, error: EngineError) -> None:
+        stream = self._running.pop(request_id, None)
+        if stream is not None:
+            self.aborted.append(request_id)
+            stream.error = error
+            stream.broken.set()
+
+    async def control(
+        self, action: ControlAction, *, folder: str = "", num_steps: int = 0
+    ) -> ControlResult:
+        self.controls.append((action, folder, num_steps))
+        if self.refusal is not None:
+            raise self.refusal
+        return ControlResult(call_id=1, path=f"{folder}/trace" if folder else "")
+
     def ended(self, request_id: int) -> None:
         self._running.pop(request_id, None)
 
@@ -171,6 +222,8 @@ class _FakeStream:
             request.prompt_token_ids
         )
         self.broken = asyncio.Event()
+        self.error: EngineError | None = None
+        self.queue_s = 0.001
 
     def __aiter__(self) -> _FakeStream:
         return self
@@ -186,10 +239,11 @@ class _FakeStream:
         request_id = self._request.request_id
         if self.broken.is_set():
             self._engine.ended(request_id)
-            raise EngineUnavailableError(self._engine.dead_reason or "dead")
+            raise self.error or EngineUnavailableError(self._engine.dead_reason or "dead")
         if self._engine.fail_with is not None:
             self._engine.ended(request_id)
-            return TokenEvent(request_id, [], "error", error=self._engine.fail_with)
+            error, refuses = self._engine.fail_with, self._engine.refuses
+            return TokenEvent(request_id, [], "error", error=error, is_refusal=refuses)
         return self._next_event()
 
     def _next_event(self) -> TokenEvent:

@@ -2,7 +2,8 @@
 
 `main` loads for a moment, then answers each request with the ids 0, 1, 2, ... one a frame, until
 `max_tokens`. Prompts choose oddities: [1] ends the process with a fatal frame, [2] never answers,
-[3] reports a step that hangs.
+[3] reports a step that hangs. Control calls are done, but "flush_cache" is refused while requests
+run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from compiled_engine.ipc import ClientFrame, EngineFrame, EngineStatus
+from compiled_engine.ipc import ClientFrame, ControlResult, EngineFrame, EngineStatus
 from compiled_engine.request import ModelLimits, Request, TokenEvent
 
 LIMITS = ModelLimits(max_model_len=1000, vocab_size=1000, max_total_tokens=1000)
@@ -28,6 +29,8 @@ class _FakeLoop:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ClientFrame)
         self._status = EngineStatus(phase="ready", limits=LIMITS)
+        self._results: list[ControlResult] = []
+        self._queue_s: dict[int, float] = {}
 
     def receive(self) -> bool:
         """Takes all waiting frames; returns whether a shutdown was among them."""
@@ -39,13 +42,23 @@ class _FakeLoop:
                 self._running.pop(request_id, None)
             for request in frame.submits:
                 self._running[request.request_id] = (request, 0)
+                self._queue_s[request.request_id] = 0.25
+            for call in frame.controls:
+                is_refused = call.action == "flush_cache" and self._running
+                refusal = "busy" if is_refused else None
+                self._results.append(
+                    ControlResult(call_id=call.call_id, refusal=refusal, path=call.folder)
+                )
             if frame.shutdown:
                 return True
         return False
 
     def step(self) -> bool:
         """Sends one frame; returns whether it was the last one."""
-        frame = EngineFrame(status=self._status)
+        frame = EngineFrame(
+            status=self._status, control_results=self._results, queue_s=self._queue_s
+        )
+        self._results, self._queue_s = [], {}
         for request_id, (request, count) in list(self._running.items()):
             match request.prompt_token_ids:
                 case [1]:

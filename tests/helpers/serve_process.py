@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -34,19 +35,28 @@ class ServeProcess:
         log: file that takes standard error.
         port: None takes a free one.
         flags: further ones.
+        environment: further variables.
     """
 
     def __init__(
-        self, model: Path, log: Path, *, port: int | None = None, flags: tuple[str, ...] = ()
+        self,
+        model: Path,
+        log: Path,
+        *,
+        port: int | None = None,
+        flags: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
         command = [sys.executable, "-m", "compiled_engine.cli", "serve", str(model)]
         command += ["--port", str(self.port), "--device", "cpu", *flags]
-        environment = os.environ | {"COMPILED_ENGINE_CACHE": str(log.parent / "cache")}
+        variables = os.environ | {"COMPILED_ENGINE_CACHE": str(log.parent / "cache")}
         with log.open("wb") as file:
-            self.process = subprocess.Popen(command, stderr=file, env=environment)
+            self.process = subprocess.Popen(
+                command, stderr=file, env=variables | dict(environment or {})
+            )
 
     def __enter__(self) -> ServeProcess:
         return self

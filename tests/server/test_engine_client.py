@@ -11,12 +11,14 @@ import urllib.request
 
 import pytest
 
+from compiled_engine.commands.served_engine import ServedEngine, restart_when_dead
 from compiled_engine.config import ServerConfig
-from compiled_engine.errors import EngineUnavailableError
+from compiled_engine.errors import ConflictError, EngineUnavailableError, RequestAbortedError
 from compiled_engine.ipc import new_endpoint, remove_endpoint
 from compiled_engine.request import Request, SamplingParams, TokenEvent
 from compiled_engine.server.app import bind_socket, make_app, run_server
-from compiled_engine.server.engine_client import IpcEngineClient, _Mailbox, running_client
+from compiled_engine.server.engine_client import IpcEngineClient, running_client
+from compiled_engine.server.mailbox import Mailbox
 from tests.helpers import fake_engine_process
 from tests.helpers.fake_engine import ByteTokenizer
 from tests.helpers.server_harness import eventually
@@ -152,6 +154,130 @@ def test_step_that_hangs_counts_as_hung():
     _with_client(body, timeout_s=5.0)
 
 
+def test_control_calls_are_answered_or_refused():
+    async def body(client, process, frames):
+        result = await client.control("start_profile", folder="/traces", num_steps=2)
+        assert result.path == "/traces"
+        await asyncio.gather(*(client.control("pause") for _ in range(3)))
+        stream = client.submit(_request(1, max_tokens=1000))
+        await anext(stream)
+        assert stream.queue_s == 0.25
+        with pytest.raises(ConflictError, match="busy"):
+            await client.control("flush_cache")
+        client.cancel(1, RequestAbortedError("told to"))
+        with pytest.raises(RequestAbortedError, match="told to"):
+            await _read(stream)
+        client.cancel(1, RequestAbortedError("again"))
+        await client.control("flush_cache")
+
+    _with_client(body)
+
+
+def test_control_call_ends_with_the_engine():
+    async def body(client, process, frames):
+        os.kill(process.pid, signal.SIGSTOP)
+        call = asyncio.create_task(client.control("pause"))
+        await asyncio.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailableError, match="exit code -9"):
+            await call
+        with pytest.raises(EngineUnavailableError):
+            await client.control("pause")
+
+    _with_client(body)
+
+
+def test_engine_that_hangs_twice_as_long_is_given_up():
+    async def body(client, process, frames):
+        os.kill(process.pid, signal.SIGSTOP)
+        stream = client.submit(_request(2))
+        with pytest.raises(EngineUnavailableError, match="silent"):
+            await _read(stream)
+        assert client.is_hung
+        assert not client.is_dead
+        assert client.step_age_s > 0.5
+        await eventually(lambda: client.is_dead, timeout_s=5)
+        assert "given up" in client.dead_reason
+
+    _with_client(body, timeout_s=0.5)
+
+
+def test_reconnect_takes_a_new_engine_at_the_same_address():
+    async def body(client, process, frames):
+        stream = client.submit(_request(2))
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailableError):
+            await _read(stream)
+        await eventually(lambda: client.is_dead)
+        second = multiprocessing.get_context("spawn").Process(
+            target=fake_engine_process.main, args=(client._endpoint, frames), daemon=True
+        )
+        second.start()
+        await client.reconnect()
+        assert client.dead_reason is None
+        assert client.limits is None
+        await eventually(lambda: client.is_ready, timeout_s=20)
+        assert await _read(client.submit(_request(5, max_tokens=3))) == [0, 1, 2]
+        await client.close()
+        await asyncio.to_thread(second.join, 5)
+        assert second.exitcode == 0
+
+    _with_client(body)
+
+
+class _Child:
+    """A fake engine process that can be started again, as `EngineChild` can."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._arguments = (endpoint, self._context.SimpleQueue())
+        self.start()
+
+    def start(self) -> None:
+        self.process = self._context.Process(
+            target=fake_engine_process.main, args=self._arguments, daemon=True
+        )
+        self.process.start()
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.exitcode
+
+    def restart(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.start()
+
+
+def test_served_engine_is_revived_as_often_as_it_may():
+    endpoint = new_endpoint()
+    child = _Child(endpoint)
+
+    async def run() -> None:
+        client = ServedEngine(endpoint, child, 30.0, num_restarts=1)
+        async with running_client(client):
+            restarts = asyncio.create_task(restart_when_dead(client, child.restart))
+            await eventually(lambda: client.limits is not None, timeout_s=20)
+            client.is_text_ready = True
+            first = child.process
+            first.kill()
+            await eventually(lambda: child.process is not first and client.is_ready, timeout_s=20)
+            assert await _read(client.submit(_request(1, max_tokens=2))) == [0, 1]
+            child.process.kill()
+            await eventually(lambda: client.is_dead)
+            restarts.cancel()
+
+    try:
+        asyncio.run(run())
+    finally:
+        child.process.kill()
+        child.process.join()
+        remove_endpoint(endpoint)
+
+
 def test_run_server_real_socket_and_process_end_to_end():
     context = multiprocessing.get_context("spawn")
     frames = context.SimpleQueue()
@@ -183,8 +309,7 @@ def test_run_server_real_socket_and_process_end_to_end():
 
 def test_mailbox_slow_reader_gets_one_merged_event():
     async def run():
-        client = IpcEngineClient("ipc:///unused", None, 1.0)
-        mailbox = _Mailbox(client, 1)
+        mailbox = Mailbox(lambda: None)
         for i in range(1000):
             mailbox.put(TokenEvent(1, [i], "length" if i == 999 else None, 3 if i == 0 else 0))
         event = await anext(mailbox)

@@ -10,12 +10,12 @@ import pytest
 from compiled_engine.config import ServerConfig
 from compiled_engine.errors import ConfigError, InvalidRequestError
 from compiled_engine.server import generation
+from compiled_engine.server.chat_request import template_messages
 from compiled_engine.server.protocol import ChatRequest, CompletionRequest
 from compiled_engine.server.validation import (
     default_sampling_params,
     parse_object,
     parse_request,
-    template_messages,
 )
 from tests.helpers.server_harness import Server, with_server
 
@@ -228,9 +228,6 @@ def test_template_messages_tool_calls_become_objects():
 
 
 REFUSED = [
-    ("tools", [{"type": "function"}]),
-    ("tool_choice", "required"),
-    ("response_format", {"type": "json_object"}),
     ("logprobs", True),
     ("top_logprobs", 3),
     ("audio", {"voice": "x"}),
@@ -240,12 +237,9 @@ REFUSED = [
     ("web_search_options", {"a": 1}),
     ("logits_processors", ["x"]),
     ("suffix", "end"),
-    ("guided_json", {"type": "object"}),
-    ("guided_regex", "a+"),
-    ("structured_outputs", {"regex": "a"}),
+    ("guided_whitespace_pattern", " *"),
     ("chat_template", "{{ messages }}"),
     ("best_of", 3),
-    ("reasoning_effort", "high"),
     ("prompt_logprobs", 0),
     ("logprobs", 0),
     ("store", True),
@@ -259,6 +253,17 @@ def test_known_field_that_would_change_the_answer_is_refused(field, value):
         with pytest.raises(InvalidRequestError, match=field) as caught:
             parse_request(raw, kind)
         assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tools", [{"type": "function"}]), ("tool_choice", "required"), ("reasoning_effort", "high")],
+)
+def test_chat_fields_are_refused_in_completions(field, value):
+    raw = msgspec.json.encode({"prompt": "a", field: value})
+    with pytest.raises(InvalidRequestError, match=field) as caught:
+        parse_request(raw, CompletionRequest)
+    assert caught.value.param == field
 
 
 NEUTRAL = {

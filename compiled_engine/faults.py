@@ -1,0 +1,101 @@
+"""Faults on purpose, for tests of what clients see: `COMPILED_ENGINE_FAULT=KIND@STEP[:SECONDS]`.
+
+The engine process reads the variable once, at its start; without it nothing of this runs. Kinds:
+
+- `raise`: the host fails before the step.
+- `exit`: the process ends at once, without a word.
+- `sleep`: the host sleeps before the step.
+- `oom`: the model part of the step raises torch's out-of-memory error; eager steps on a CPU only.
+- `abort`: every request is given up before the step.
+- `nan`: the step's logits are NaN; eager steps on a CPU only.
+- `retract`: the newest request's pages are taken back before the step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from compiled_engine.errors import ConfigError
+from compiled_engine.loop import StepLoop
+from compiled_engine.scheduler.state import BLOCKED, PREFILL, RETRACTED
+
+VARIABLE = "COMPILED_ENGINE_FAULT"
+FaultKind = Literal["raise", "exit", "sleep", "oom", "abort", "nan", "retract"]
+EXIT_FAULT = 99
+
+
+class Fault:
+    """One fault at one step.
+
+    Args:
+        kind: what goes wrong.
+        step: in which step since the engine's start, from 1.
+        seconds: how long it sleeps.
+    """
+
+    def __init__(self, kind: FaultKind, step: int, seconds: float = 0.0) -> None:
+        self.kind = kind
+        self.step = step
+        self.seconds = seconds
+
+    def before_step(self, loop: StepLoop) -> bool:
+        """Acts if the next step is the one; returns whether every request is to be given up."""
+        if loop.stats.num_steps + 1 != self.step:
+            return False
+        if self.kind == "raise":
+            raise RuntimeError(f"fault on purpose at step {self.step}")
+        if self.kind == "exit":
+            os._exit(EXIT_FAULT)
+        if self.kind == "sleep":
+            time.sleep(self.seconds)
+        if self.kind in ("oom", "nan"):
+            self._spoil_head(loop)
+        if self.kind == "retract":
+            _retract_newest(loop)
+        return self.kind == "abort"
+
+    def _spoil_head(self, loop: StepLoop) -> None:
+        """The next call of the model's head goes wrong, and only that."""
+        pieces = loop.executor.pieces
+        head: Callable[[Tensor], Tensor] = pieces.head
+
+        def spoilt(residual: Tensor) -> Tensor:
+            pieces.head = head  # type: ignore[method-assign,assignment]
+            if self.kind == "oom":
+                raise torch.OutOfMemoryError(f"fault on purpose at step {self.step}")
+            return torch.full_like(head(residual), float("nan"))
+
+        pieces.head = spoilt  # type: ignore[method-assign]
+
+
+def _retract_newest(loop: StepLoop) -> None:
+    """What `plan` does to a victim under page pressure."""
+    rows = list(loop.rows_in_use().values())
+    if not rows:
+        return
+    state = loop.executor.state
+    row_state = state.state[rows[-1]]
+    is_resident = (row_state >= PREFILL) & (row_state <= BLOCKED)
+    state.num_retractions.add_(is_resident)
+    row_state.copy_(torch.where(is_resident, RETRACTED, row_state))
+
+
+def fault_of(text: str | None) -> Fault | None:
+    """The fault that `VARIABLE`'s value asks for; None for none.
+
+    Raises:
+        ConfigError: it is no such value.
+    """
+    if not text:
+        return None
+    match = re.fullmatch(r"(\w+)@(\d+)(?::(\d+(?:\.\d+)?))?", text)
+    if match is None or match[1] not in get_args(FaultKind):
+        raise ConfigError(f"{VARIABLE} is {text!r}; it must be KIND@STEP or KIND@STEP:SECONDS")
+    return Fault(cast("FaultKind", match[1]), int(match[2]), float(match[3] or 0))

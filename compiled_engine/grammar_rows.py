@@ -1,0 +1,298 @@
+"""Grammars of running requests: who waits for a compile, whose mask is being made, who failed.
+
+The step loop's helper. Matchers are advanced by threads of their own, one request's by one thread
+at a time. The loop waits a moment for masks that are usually there at once; what takes longer comes
+with a later step, and from then on that request's masks are made in a slow lane, so that it holds
+up nobody but itself.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from compiled_engine.errors import InvalidRequestError
+from compiled_engine.grammar import GrammarService
+from compiled_engine.outbox import (
+    COLUMN_FLAGS,
+    COLUMN_GEN,
+    COLUMN_TOKEN,
+    FLAG_EMITTED,
+    FLAG_FINISHED,
+)
+from compiled_engine.request import Request, TokenEvent
+from compiled_engine.sampler import RowMask
+
+# The loop waits this long for the masks of quick grammars, in all.
+MASK_WAIT_S = 0.004
+# A request whose mask takes longer than this gets its masks from the slow lane.
+SLOW_MASK_S = 0.003
+# A request whose mask takes longer than this ends with an error.
+STUCK_MASK_S = 10.0
+NUM_SLOW_LANES = 2
+# Threads given up for good, in which a mask never came.
+MAX_LOST_LANES = 4
+# How long an otherwise idle loop waits for a compile or a mask.
+IDLE_WAIT_S = 0.005
+
+
+@dataclass(eq=False)
+class GrammarRow:
+    """A request with a grammar in a row.
+
+    Attributes:
+        position: tokens known, which is where the next mask belongs.
+        mask: the newest mask, [words] int32; written by a lane while one is being made.
+        error: what its lane found; no mask comes then.
+    """
+
+    request_id: int
+    row: int
+    gen: int
+    position: int
+    compiled: Any
+    matcher: Any = None
+    tensor: Any = None
+    mask: np.ndarray | None = None
+    token: int | None = None  # to be accepted before the next mask
+    error: str | None = None
+    is_slow: bool = False
+    asked_at: float | None = None  # a mask is being made since
+
+
+class _Lane:
+    """Threads that advance matchers from one queue."""
+
+    def __init__(self, service: GrammarService, done: queue.SimpleQueue[GrammarRow]) -> None:
+        self.jobs: queue.SimpleQueue[GrammarRow | None] = queue.SimpleQueue()
+        self._service, self._done = service, done
+        self._threads: list[_LaneThread] = []
+
+    def grow(self) -> None:
+        """Adds a thread."""
+        thread = _LaneThread(self._service, self.jobs, self._done)
+        thread.start()
+        self._threads.append(thread)
+
+    def replace_stuck(self, row: GrammarRow) -> bool:
+        """Gives up the thread that works on `row`; False where none does."""
+        for thread in self._threads:
+            if thread.current is row:
+                thread.is_lost = True
+                self._threads.remove(thread)
+                self.grow()
+                return True
+        return False
+
+    def close(self) -> None:
+        """Ends the threads that are not lost."""
+        for _ in self._threads:
+            self.jobs.put(None)
+
+
+class _LaneThread(threading.Thread):
+    def __init__(
+        self,
+        service: GrammarService,
+        jobs: queue.SimpleQueue[GrammarRow | None],
+        done: queue.SimpleQueue[GrammarRow],
+    ) -> None:
+        super().__init__(name="grammar-masks", daemon=True)
+        self._service, self._jobs, self._done = service, jobs, done
+        self.current: GrammarRow | None = None
+        self.is_lost = False
+
+    def run(self) -> None:
+        while not self.is_lost and (row := self._jobs.get()) is not None:
+            self.current = row
+            start = time.perf_counter()
+            try:
+                _advance(row, self._service)
+            except Exception as error:  # of the library, about this grammar
+                row.error = f"the grammar failed: {error}"
+            row.is_slow = row.is_slow or time.perf_counter() - start > SLOW_MASK_S
+            self.current = None
+            self._done.put(row)
+
+
+def _advance(row: GrammarRow, service: GrammarService) -> None:
+    """Accepts the row's newest token and makes its next mask."""
+    if row.matcher is None:
+        row.tensor = service.compiler.new_mask()
+        row.mask = row.tensor.numpy()[0]
+        row.matcher = service.compiler.new_matcher(row.compiled)
+    if row.token is not None and not row.matcher.accept_token(row.token):
+        row.error = f"the grammar refuses token {row.token}, which was chosen under its mask"
+        return
+    assert row.mask is not None
+    row.mask.fill(-1)
+    row.matcher.fill_next_token_bitmask(row.tensor, 0)
+    if not row.mask.any():
+        row.error = "the grammar leaves no token to go on with"
+
+
+class GrammarRows:
+    """All requests of a loop that have a grammar.
+
+    Args:
+        service: compiles; None refuses every grammar.
+    """
+
+    def __init__(self, service: GrammarService | None) -> None:
+        self._service = service
+        self._compiling: dict[int, tuple[Request, Future[Any]]] = {}
+        self._compiled: dict[int, Any] = {}  # by request id, until it has a row
+        self.rows: dict[int, GrammarRow] = {}  # by row, while its request runs
+        self._refusals: list[TokenEvent] = []
+        self._done: queue.SimpleQueue[GrammarRow] = queue.SimpleQueue()
+        self._lanes: tuple[_Lane, _Lane] | None = None
+        self._num_lost = 0
+
+    # --- before a request has a row -------------------------------------------------------
+
+    @property
+    def num_compiling(self) -> int:
+        """Requests whose grammar is not there yet."""
+        return len(self._compiling)
+
+    @property
+    def has_work(self) -> bool:
+        """Requests wait for their grammar, or to be told that it was refused."""
+        return bool(self._compiling or self._refusals)
+
+    def begin(self, request: Request) -> None:
+        """Starts the compile of a request's grammar."""
+        assert request.params.grammar is not None
+        if self._service is None:
+            self.refuse(request.request_id, "grammars need a tokenizer with an end token")
+        elif self._num_lost >= MAX_LOST_LANES:
+            self.refuse(request.request_id, "too many grammars hang; restart the server")
+        else:
+            future = self._service.start(request.params.grammar)
+            self._compiling[request.request_id] = (request, future)
+
+    def forget(self, request_id: int) -> bool:
+        """Drops a request that has no row; False where it does not wait for its grammar."""
+        self._compiled.pop(request_id, None)
+        return self._compiling.pop(request_id, None) is not None
+
+    def take_ready(self) -> list[Request]:
+        """Requests whose grammar is there now; those whose grammar failed are refused."""
+        ready = []
+        for request, future in list(self._compiling.values()):
+            if not future.done():
+                continue
+            del self._compiling[request.request_id]
+            error = future.exception()
+            if error is None:
+                self._compiled[request.request_id] = future.result()
+                ready.append(request)
+            else:
+                message = error.message if isinstance(error, InvalidRequestError) else str(error)
+                self.refuse(request.request_id, message)
+        return ready
+
+    def wait_for_compile(self) -> None:
+        """Waits a moment, where nothing else is to be done."""
+        for _, future in self._compiling.values():
+            try:
+                future.exception(IDLE_WAIT_S)
+            except TimeoutError:
+                return
+
+    def refuse(self, request_id: int, message: str, *, is_refusal: bool = True) -> None:
+        """Ends a request with an error."""
+        event = TokenEvent(request_id, [], "error", 0, message, is_refusal)
+        self._refusals.append(event)
+
+    def take_refusals(self) -> list[TokenEvent]:
+        """Events of requests that ended with an error since the last call."""
+        refusals, self._refusals = self._refusals, []
+        return refusals
+
+    # --- while it has one -----------------------------------------------------------------
+
+    def seat(self, request: Request, row: int, gen: int) -> None:
+        """The request got a row: asks for its first mask."""
+        compiled = self._compiled.pop(request.request_id)
+        grammar = GrammarRow(request.request_id, row, gen, len(request.prompt_token_ids), compiled)
+        self.rows[row] = grammar
+        self._ask(grammar)
+
+    def leave(self, row: int) -> None:
+        """The row's request is over."""
+        self.rows.pop(row, None)
+
+    def take_tokens(self, record_rows: np.ndarray) -> None:
+        """Asks for the masks behind the tokens of a step's record [R + 1, 4]."""
+        for grammar in list(self.rows.values()):
+            gen, flags = record_rows[grammar.row, [COLUMN_GEN, COLUMN_FLAGS]].tolist()
+            if gen != grammar.gen or not flags & FLAG_EMITTED:
+                continue
+            if flags & FLAG_FINISHED:
+                self.leave(grammar.row)
+                continue
+            grammar.token = int(record_rows[grammar.row, COLUMN_TOKEN])
+            grammar.position += 1
+            self._ask(grammar)
+
+    def collect(self, *, is_idle: bool) -> list[GrammarRow]:
+        """Rows whose mask is there, or that failed; waits a moment for those that are quick.
+
+        Args:
+            is_idle: nothing else runs: wait for the slow ones too.
+        """
+        pending = [g for g in self.rows.values() if g.asked_at is not None]
+        if not pending:
+            return []
+        quick = {grammar.row for grammar in pending if not grammar.is_slow}
+        awaited = quick or ({grammar.row for grammar in pending} if is_idle else set())
+        deadline = time.perf_counter() + (IDLE_WAIT_S if is_idle else MASK_WAIT_S)
+        found: list[GrammarRow] = []
+        while True:
+            wait = deadline - time.perf_counter() if awaited else 0.0
+            try:
+                grammar = self._done.get(timeout=wait) if wait > 0 else self._done.get_nowait()
+            except queue.Empty:
+                break
+            awaited.discard(grammar.row)
+            grammar.asked_at = None
+            if self.rows.get(grammar.row) is grammar:
+                found.append(grammar)
+        return found + self._stuck(pending)
+
+    def mask_of(self, row: int, gen: int) -> RowMask | None:
+        """The mask that an inbox entry announces; None where its request is over."""
+        grammar = self.rows.get(row)
+        if grammar is None or grammar.gen != gen or grammar.mask is None:
+            return None
+        return RowMask(row, grammar.mask)
+
+    def _ask(self, grammar: GrammarRow) -> None:
+        if self._lanes is None:
+            assert self._service is not None
+            self._lanes = (_Lane(self._service, self._done), _Lane(self._service, self._done))
+            for count, lane in zip((1, NUM_SLOW_LANES), self._lanes, strict=True):
+                for _ in range(count):
+                    lane.grow()
+                weakref.finalize(self, lane.close)
+        grammar.asked_at = time.perf_counter()
+        self._lanes[grammar.is_slow].jobs.put(grammar)
+
+    def _stuck(self, pending: list[GrammarRow]) -> list[GrammarRow]:
+        now, stuck = time.perf_counter(), []
+        for grammar in pending:
+            if grammar.asked_at is None or now - grammar.asked_at < STUCK_MASK_S:
+                continue
+            assert self._lanes is not None
+            self._num_lost += any([lane.replace_stuck(grammar) for lane in self._lanes])
+            grammar.error = f"the grammar is too complex: a mask takes over {STUCK_MASK_S:g} s"
+            stuck.append(grammar)
+        return stuck

@@ -1,0 +1,210 @@
+"""One sampled sequence on the server's side: token events in, parsed pieces of the answer out.
+
+Owns detokenising, the order of parser and stop strings, the end token and the finish reason. Stop
+strings are searched in the answer's text only, not in reasoning and not in tool calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from compiled_engine.errors import EngineError, EngineUnavailableError, InvalidRequestError
+from compiled_engine.request import Request, TokenEvent
+from compiled_engine.server.parsers.answer import Parser
+from compiled_engine.server.parsers.events import CallEnd, CallStart, Content, Event, merged
+from compiled_engine.server.protocol import ChoiceFinishReason
+from compiled_engine.server.stop_strings import StopMatcher
+from compiled_engine.server.validation import Sampling
+from compiled_engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event added to one choice; the one with a finish reason is the choice's last."""
+
+    index: int
+    events: list[Event]
+    finish_reason: ChoiceFinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the answer."""
+        return "".join(event.text for event in self.events if isinstance(event, Content))
+
+
+def _no_parser() -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFormat:
+    """How the text of an answer is to be read.
+
+    Attributes:
+        new_parser: makes a parser for one choice; without one all text is the answer's.
+        markers: special tokens that the parser must see.
+        max_calls: tool calls after which the answer ends.
+    """
+
+    new_parser: Callable[[], Parser | None] = _no_parser
+    markers: frozenset[str] = frozenset()
+    max_calls: int | None = None
+
+
+class ChoiceRun:
+    """One sampled sequence: engine events in, text that is safe to send out.
+
+    Attributes:
+        request: what the engine is given.
+        num_tokens: generated tokens, up to and including the one that ended the answer.
+        num_reasoning_tokens: those of them that belong to reasoning.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_truncated_tokens: prompt tokens cut off at its beginning; None where that was not asked
+            for.
+        cache_key: the client's `prompt_cache_key`.
+        token_ids: the generated tokens that `num_tokens` counts.
+        is_finished: whether the last piece was made.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        answer: AnswerFormat | None = None,
+    ) -> None:
+        params = request.params
+        answer = answer or AnswerFormat()
+        self.index = index
+        self.request = request
+        self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_truncated_tokens: int | None = None
+        self.cache_key = sampling.cache_key
+        self.token_ids: list[int] = []
+        self.is_finished = False
+        self._include_stop = sampling.include_stop
+        self._grammar_field = sampling.grammar_field
+        self._end_token_ids = {*params.stop_token_ids, *tokenizer.eos_token_ids}
+        self._detokenizer = tokenizer.new_detokenizer(
+            skip_special_tokens=sampling.skip_special_tokens, kept_tokens=answer.markers
+        )
+        self._matcher = StopMatcher(params.stop, include_stop=sampling.include_stop)
+        self._parser = answer.new_parser()
+        self._max_calls = answer.max_calls
+        self._num_calls = 0
+        # The stop string that ended the answer.
+        self._matched: str | None = None
+
+    def feed(self, event: TokenEvent) -> Piece:
+        """Takes one event.
+
+        Raises:
+            EngineUnavailableError: the engine gave the request up.
+            InvalidRequestError: the engine refused the request.
+            EngineError: the engine failed on this request.
+        """
+        if event.is_refusal:
+            reason = event.error or "the engine refused the request"
+            raise InvalidRequestError(reason, param=self._grammar_field or None)
+        if event.finish_reason == "error":
+            raise EngineError(event.error or "the engine failed on this request")
+        if event.finish_reason == "abort":
+            raise EngineUnavailableError(event.error or "the engine gave the request up")
+        self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
+        out: list[Event] = []
+        is_ended = self._push_tokens(event, out)
+        self.token_ids += event.token_ids[: self.num_tokens - len(self.token_ids)]
+        if not is_ended and event.finish_reason is not None:
+            is_ended = self._push_text(self._detokenizer.finish(), out, is_last=True)
+            if not is_ended:
+                self._flush(out)
+        self.is_finished = is_ended or event.finish_reason is not None
+        stop_reason = self._matched if is_ended else self._stop_token(event)
+        finish = self._finish_reason(event, is_ended=is_ended) if self.is_finished else None
+        return Piece(self.index, merged(out), finish, stop_reason)
+
+    def _finish_reason(self, event: TokenEvent, *, is_ended: bool) -> ChoiceFinishReason:
+        if event.finish_reason == "length" and not is_ended:
+            return "length"
+        return "tool_calls" if self._num_calls else "stop"
+
+    def _push_tokens(self, event: TokenEvent, out: list[Event]) -> bool:
+        """Adds the event's text to `out`; returns whether the answer ended inside it."""
+        token_ids = event.token_ids
+        num_shown = len(token_ids)
+        if self._ended_by_token(event) and not self._include_stop:
+            num_shown -= 1
+        if not self.request.params.stop and self._parser is None:
+            out.append(Content(self._detokenizer.push(token_ids[:num_shown])))
+            self.num_tokens += len(token_ids)
+            return False
+        for token_id in token_ids[:num_shown]:
+            # One by one, since usage counts tokens up to the end, and those of reasoning.
+            self.num_tokens += 1
+            was_reasoning = self._is_reasoning
+            is_ended = self._push_text(self._detokenizer.push([token_id]), out)
+            self.num_reasoning_tokens += was_reasoning or self._is_reasoning
+            if is_ended:
+                return True
+        self.num_tokens += len(token_ids) - num_shown
+        return False
+
+    @property
+    def has_parser(self) -> bool:
+        """Whether the text is searched for reasoning or tool calls."""
+        return self._parser is not None
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._parser is not None and self._parser.is_reasoning
+
+    def _push_text(self, text: str, out: list[Event], *, is_last: bool = False) -> bool:
+        if self._parser is None:
+            return self._push_content(text, out)
+        events = self._parser.feed(text)
+        if is_last:
+            events += self._parser.finish()
+        for event in events:
+            if isinstance(event, Content):
+                if self._push_content(event.text, out):
+                    return True
+                continue
+            self._flush(out)
+            if isinstance(event, CallStart) and event.index == self._max_calls:
+                return True
+            self._num_calls += isinstance(event, CallEnd)
+            out.append(event)
+        return False
+
+    def _push_content(self, text: str, out: list[Event]) -> bool:
+        if self.num_tokens <= self.request.params.min_tokens:
+            out.append(Content(self._matcher.skip(text)))
+            return False
+        result = self._matcher.push(text)
+        out.append(Content(result.text))
+        self._matched = result.matched
+        return result.matched is not None
+
+    def _flush(self, out: list[Event]) -> None:
+        """Releases what the search for stop strings holds back."""
+        out.append(Content(self._matcher.flush()))
+
+    def _ended_by_token(self, event: TokenEvent) -> bool:
+        token_ids = event.token_ids
+        return (
+            event.finish_reason == "stop"
+            and bool(token_ids)
+            and token_ids[-1] in self._end_token_ids
+        )
+
+    def _stop_token(self, event: TokenEvent) -> int | None:
+        """The client's own stop token that ended the answer; the model's end token is not told."""
+        if not self._ended_by_token(event):
+            return None
+        token_id = event.token_ids[-1]
+        return token_id if token_id in self.request.params.stop_token_ids else None

@@ -1,0 +1,88 @@
+"""The events of one request between the engine client, which puts them in, and its reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from compiled_engine.errors import EngineError
+from compiled_engine.request import TokenEvent
+
+
+class Mailbox:
+    """Events of one request that its reader has not taken yet, merged into at most one.
+
+    A reader slower than the engine therefore costs at most the ids of its own answer.
+
+    Args:
+        abort: called once by a reader that leaves before the end.
+
+    Attributes:
+        queue_s: seconds the request waited for a row; None until it has one.
+    """
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+        self._pending: TokenEvent | None = None
+        self._error: EngineError | None = None
+        self.queue_s: float | None = None
+        self._is_over = False
+        self._wakeup: asyncio.Future[None] | None = None
+
+    def put(self, event: TokenEvent) -> None:
+        """Adds one event; called by the client's reader."""
+        earlier = self._pending
+        if earlier is not None:
+            earlier.token_ids.extend(event.token_ids)
+            event = TokenEvent(
+                request_id=event.request_id,
+                token_ids=earlier.token_ids,
+                finish_reason=event.finish_reason,
+                num_cached_tokens=max(earlier.num_cached_tokens, event.num_cached_tokens),
+                error=event.error,
+                is_refusal=event.is_refusal,
+            )
+        self._pending = event
+        self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        """Makes the reader raise `error` once it has taken what is there."""
+        self._error = error
+        self._wake()
+
+    def end(self) -> None:
+        """Ends the stream without a further event."""
+        self._pending = None
+        self._is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+    def __aiter__(self) -> Mailbox:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        while self._pending is None:
+            if self._is_over:
+                raise StopAsyncIteration
+            if self._error is not None:
+                self._is_over = True
+                raise self._error
+            self._wakeup = asyncio.get_running_loop().create_future()
+            try:
+                await self._wakeup
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+            finally:
+                self._wakeup = None
+        event, self._pending = self._pending, None
+        self._is_over = event.finish_reason is not None
+        return event
+
+    async def aclose(self) -> None:
+        """Aborts the request unless it has ended."""
+        if not self._is_over:
+            self._abort()

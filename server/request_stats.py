@@ -1,0 +1,117 @@
+"""What one sequence cost: times, tokens and cache hits, for the metrics and for one log line.
+
+All of it is read from host clocks as events pass by; nothing here asks the device for anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from compiled_engine.request import TokenEvent
+from compiled_engine.server.calls import Caller
+from compiled_engine.server.metrics import ServerMetrics
+
+logger = logging.getLogger("compiled_engine.server.requests")
+
+
+class SequenceStats:
+    """Follows one sequence from its submit to its end.
+
+    Args:
+        metrics: gets every time as it is known.
+        caller: the call it belongs to.
+        index: of the sequence within the call.
+        num_prompt_tokens: length of its prompt.
+        cache_key: the call's `prompt_cache_key`, for the log.
+    """
+
+    def __init__(
+        self,
+        metrics: ServerMetrics,
+        caller: Caller,
+        index: int,
+        num_prompt_tokens: int,
+        cache_key: str = "",
+    ) -> None:
+        self._metrics = metrics
+        self._caller = caller
+        self._index = index
+        self._num_prompt_tokens = num_prompt_tokens
+        self._cache_key = cache_key
+        self._submitted_s = time.perf_counter()
+        self._first_s: float | None = None
+        self._last_s = self._submitted_s
+        self._queue_s: float | None = None
+        self._longest_gap_s = 0.0
+        self._has_ended = False
+
+    def take(self, event: TokenEvent, queue_s: float | None) -> None:
+        """Notes one event.
+
+        Args:
+            event: as it came from the engine.
+            queue_s: seconds the sequence waited for a row in the engine; None if not known yet.
+        """
+        now_s = time.perf_counter()
+        if self._first_s is None:
+            self._first_s = now_s
+            self._queue_s = queue_s
+            self._metrics.ttft_s.observe(now_s - self._caller.started_s)
+            if queue_s is not None:
+                self._metrics.queue_s.observe(queue_s)
+                self._metrics.prefill_s.observe(max(0.0, now_s - self._submitted_s - queue_s))
+        elif event.token_ids:
+            gap_s = (now_s - self._last_s) / len(event.token_ids)
+            self._metrics.inter_token_s.observe(gap_s)
+            self._longest_gap_s = max(self._longest_gap_s, gap_s)
+        self._last_s = now_s
+
+    def end(self, reason: str, *, num_tokens: int, num_cached_tokens: int) -> None:
+        """Notes the end, once: "stop", "length", "abort" or "error"; further calls do nothing."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        metrics = self._metrics
+        metrics.count_finish(reason)
+        mean_s = None
+        if num_tokens > 1 and self._first_s is not None:
+            mean_s = (self._last_s - self._first_s) / (num_tokens - 1)
+        if reason in ("stop", "length"):
+            metrics.e2e_s.observe(self._last_s - self._caller.started_s)
+            metrics.prompt_tokens.observe(self._num_prompt_tokens)
+            metrics.generation_tokens.observe(num_tokens)
+            if mean_s is not None:
+                metrics.per_output_token_s.observe(mean_s)
+        if self._caller.is_logged and logger.isEnabledFor(logging.INFO):
+            self._log(reason, num_tokens, num_cached_tokens, mean_s)
+
+    def _log(
+        self, reason: str, num_tokens: int, num_cached_tokens: int, mean_s: float | None
+    ) -> None:
+        prefill_s = ttft_s = None
+        if self._first_s is not None:
+            ttft_s = self._first_s - self._caller.started_s
+            if self._queue_s is not None:
+                prefill_s = max(0.0, self._first_s - self._submitted_s - self._queue_s)
+        fields = {
+            "request": f"{self._caller.request_id}[{self._index}]",
+            "key": self._caller.key_name or None,
+            "cache_key": repr(self._cache_key) if self._cache_key else None,
+            "finish": reason,
+            "prompt_tokens": self._num_prompt_tokens,
+            "cached_tokens": num_cached_tokens,
+            "generated_tokens": num_tokens,
+            "queue_ms": _milliseconds(self._queue_s),
+            "prefill_ms": _milliseconds(prefill_s),
+            "ttft_ms": _milliseconds(ttft_s),
+            "inter_token_ms": _milliseconds(mean_s),
+            "longest_gap_ms": _milliseconds(self._longest_gap_s or None),
+            "total_ms": _milliseconds(time.perf_counter() - self._caller.started_s),
+        }
+        given = (f"{name}={value}" for name, value in fields.items() if value is not None)
+        logger.info(" ".join(given))
+
+
+def _milliseconds(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{seconds * 1e3:.2f}"
