@@ -282,9 +282,12 @@ def _try_in_child(compiler: Compiler, trial: Trial, write_end: int) -> None:
         limit = used + MEMORY_LIMIT_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         compiled = compiler.compile(trial.spec)
-        compiler.new_matcher(compiled).fill_next_token_bitmask(compiler.new_mask(), 0)
+        mask = compiler.new_mask()
+        compiler.new_matcher(compiled).fill_next_token_bitmask(mask, 0)
         size = int(compiled.memory_size_bytes)
         result = "ok"
+        if not mask.any():
+            result = "the grammar allows no answer at all"
         if size > SIZE_LIMIT_BYTES:
             result = (
                 f"the grammar is too large: {size >> 20} MiB compiled; at most "

@@ -51,6 +51,7 @@ class GrammarRow:
         position: tokens known, which is where the next mask belongs.
         mask: the newest mask, [words] int32; written by a lane while one is being made.
         error: what its lane found; no mask comes then.
+        is_refusal: the error is the grammar's own, so the client's.
     """
 
     request_id: int
@@ -63,6 +64,7 @@ class GrammarRow:
     mask: np.ndarray | None = None
     token: int | None = None  # to be accepted before the next mask
     error: str | None = None
+    is_refusal: bool = False
     is_slow: bool = False
     asked_at: float | None = None  # a mask is being made since
 
@@ -135,7 +137,7 @@ def _advance(row: GrammarRow, service: GrammarService) -> None:
     row.mask.fill(-1)
     row.matcher.fill_next_token_bitmask(row.tensor, 0)
     if not row.mask.any():
-        row.error = "the grammar leaves no token to go on with"
+        row.error, row.is_refusal = "the grammar leaves no token to go on with", True
 
 
 class GrammarRows:
@@ -294,5 +296,6 @@ class GrammarRows:
             assert self._lanes is not None
             self._num_lost += any([lane.replace_stuck(grammar) for lane in self._lanes])
             grammar.error = f"the grammar is too complex: a mask takes over {STUCK_MASK_S:g} s"
+            grammar.is_refusal = True
             stuck.append(grammar)
         return stuck

@@ -309,7 +309,8 @@ class StepLoop:
                 continue
             self._end(self._seats[grammar.row])
             self.inbox.abort(grammar.row, grammar.gen)
-            self._grammars.refuse(grammar.request_id, grammar.error, is_refusal=False)
+            is_refusal = grammar.is_refusal
+            self._grammars.refuse(grammar.request_id, grammar.error, is_refusal=is_refusal)
 
     def _take_entries(self) -> tuple[Inbox, ParamInbox, list[RowMask]]:
         """The next step's entries; parameters of the requests submitted in it, masks it brings."""

@@ -347,6 +347,8 @@ class _Signals:
 def shorten_bad_http(record: logging.LogRecord) -> bool:
     """Logs bytes that are no HTTP as one line: a port scan must not fill the log with traces."""
     error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, ConnectionResetError):
+        return False  # a client that left is no error of the server's
     if isinstance(error, HttpProcessingError):
         record.levelno, record.levelname = logging.WARNING, "WARNING"
         record.msg, record.args, record.exc_info = (

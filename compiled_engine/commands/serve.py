@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from compiled_engine.server.app import bind_socket
 
     sock = bind_socket(server_config.host, server_config.port)
+    _allow_many_connections()
     console = stderr_console()
     print_settings(console, engine_config, server_config)
     session = _Session(engine_config, server_config, console)
@@ -66,6 +68,17 @@ def run(args: argparse.Namespace) -> int:
     # still run the code that does so.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     return session.run(sock)
+
+
+def _allow_many_connections() -> None:
+    """Raises the limit on open files as far as this user may: idle clients hold one each."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Session:
