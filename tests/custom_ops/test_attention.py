@@ -339,5 +339,8 @@ def test_cost_follows_the_lengths_not_the_table():
 
 def test_cost_grows_with_the_lengths():
     steps = [make_step([(1, length)] * 8, (9, 3), 64) for length in (64, 2048)]
-    short, long = smallest_seconds(steps, 50)
-    assert long > 4 * short
+    for _ in range(5):  # on a shared machine all times of one may fall into a pause
+        short, long = smallest_seconds(steps, 50)
+        if long > 4 * short:
+            return
+    pytest.fail(f"32 times the tokens cost only {long / short:.2f} times as much")
