@@ -18,6 +18,7 @@ from compiled_engine.server.parsers.registry import ChatFormat
 from compiled_engine.server.protocol import ChatMessage, ChatRequest, NamedToolChoice, Tool
 
 MAX_TOOLS = 1024
+MAX_PARAMETER_DEPTH = 128
 MAX_KWARG_CHARS = 1024
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 _SWITCHES = ("enable_thinking", "thinking")
@@ -112,7 +113,23 @@ def _checked_tools(tools: Sequence[Tool]) -> Sequence[Tool]:
         if name in names:
             raise InvalidRequestError(f"{where} is {name!r}, which is there twice", param=where)
         names.add(name)
+        _check_depth(tool.function.parameters, f"tools[{index}].function.parameters")
     return tools
+
+
+def _check_depth(value: Any, where: str) -> None:
+    """Raises InvalidRequestError for JSON that is nested too deep; without recursion itself."""
+    waiting = [(value, 0)]
+    while waiting:
+        part, depth = waiting.pop()
+        if depth > MAX_PARAMETER_DEPTH:
+            raise InvalidRequestError(
+                f"{where} is nested deeper than {MAX_PARAMETER_DEPTH} levels", param=where
+            )
+        if isinstance(part, Mapping):
+            waiting.extend((inner, depth + 1) for inner in part.values())
+        elif isinstance(part, list):
+            waiting.extend((inner, depth + 1) for inner in part)
 
 
 def _template_tool(tool: Tool) -> dict[str, Any]:
