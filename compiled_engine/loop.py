@@ -432,6 +432,7 @@ class StepLoop:
             self._grammars.take_tokens(record.rows)
         started = self._columns.started()
         news = record.rows[started.rows]
+        # The first two columns are the generation and the flags.
         is_steady = len(news) == len(self._seats) and (news[:, :2] == started.expected).all()
         if not is_steady:
             return self._take_changes(record.rows[:-1])

@@ -166,14 +166,13 @@ def measure_host(driver: Driver, num_repeats: int) -> Iterator[Measured]:
 
 def _host_of_one(driver: Driver, batch_size: int) -> tuple[float, float]:
     """Median host seconds of a step, and synchronising calls a step."""
-
     ids = driver.submit_batch(batch_size, 64, OUTPUT_LEN)
     progress = Progress(ids)
     settle(driver, progress)
     with counted_syncs() as syncs:
         for _ in range(MIN_STEPS):
             progress.add(driver.loop.step())
-    taken, outbox = [], driver.engine.loop.executor.outbox
+    taken, outbox = [], driver.loop.executor.outbox
     for _ in range(MIN_STEPS):
         start, waited_s = time.perf_counter(), outbox.waited_s
         events = driver.loop.step()

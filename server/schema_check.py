@@ -36,26 +36,6 @@ _NEVER_ENFORCED = (
     "$dynamicRef",
     "$recursiveRef",
 )
-_NOTES = frozenset(
-    (
-        "$schema",
-        "$id",
-        "id",
-        "$comment",
-        "$anchor",
-        "$defs",
-        "definitions",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "discriminator",
-    )
-)
 _FORMATS = frozenset(
     (
         "date",
