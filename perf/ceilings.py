@@ -12,6 +12,8 @@ from perf.timing import event_ms
 
 NUM_ELEMENTS = 2**32  # bf16: 8.6 GB, far more than any cache holds
 MATMUL_SIZE = 8192
+BURST_CALLS, SUSTAINED_CALLS = 20, 700  # products, about 0.03 s and 1 s of them
+REST_S = 0.5
 # An H200 that gives less is shared, throttled or broken, and says nothing about our code.
 H200_READ_TB_S = 4.4
 H200_MATMUL_TFLOPS = 740.0
@@ -22,13 +24,15 @@ class Ceilings:
     """Medians are what shares are taken of.
 
     Attributes:
-        read_tb_s, copy_tb_s, matmul_tflops: one value a repeat.
+        read_tb_s, copy_tb_s, matmul_tflops: one value a repeat, products in short bursts.
+        sustained_tflops: the same product for a second on end, at the device's power limit.
         environment: clocks while the device was busy.
     """
 
     read_tb_s: list[float]
     copy_tb_s: list[float]
     matmul_tflops: list[float]
+    sustained_tflops: list[float]
     environment: dict[str, Any]
 
     @property
@@ -41,12 +45,20 @@ class Ceilings:
         """Operations a second."""
         return statistics.median(self.matmul_tflops) * 1e12
 
+    @property
+    def sustained(self) -> float:
+        """Operations a second, for a second on end."""
+        return statistics.median(self.sustained_tflops) * 1e12
+
     def measured(self) -> list[Measured]:
         """The rows."""
         return [
             Measured(metric="read_tb_s", unit="TB/s", values=self.read_tb_s),
             Measured(metric="copy_tb_s", unit="TB/s", values=self.copy_tb_s),
             Measured(metric="matmul_tflops", unit="TFLOP/s", values=self.matmul_tflops),
+            Measured(
+                metric="matmul_sustained_tflops", unit="TFLOP/s", values=self.sustained_tflops
+            ),
         ]
 
     def is_void(self, device_name: str) -> bool:
@@ -60,11 +72,12 @@ def measure_ceilings(num_repeats: int) -> Ceilings:
     """Takes 17 GB of the device's memory for some seconds."""
     import torch
 
-    matmul, environment = matmul_tflops(num_repeats)
+    matmul, sustained, environment = matmul_tflops(num_repeats)
     ceilings = Ceilings(
         read_tb_s=read_tb_s(num_repeats),
         copy_tb_s=copy_tb_s(num_repeats),
         matmul_tflops=matmul,
+        sustained_tflops=sustained,
         environment=environment,
     )
     torch.cuda.empty_cache()
@@ -103,8 +116,11 @@ def copy_tb_s(num_repeats: int) -> list[float]:
     return [2 * source.nbytes / (milliseconds * 1e-3) / 1e12 for milliseconds in taken]
 
 
-def matmul_tflops(num_repeats: int) -> tuple[list[float], dict[str, Any]]:
-    """Product of two random bf16 matrices by the library, and the clocks while it runs."""
+def matmul_tflops(num_repeats: int) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Product of two random bf16 matrices by the library: in bursts, and for a second on end.
+
+    The third value is the clocks under that load.
+    """
     import torch
 
     a, b = (
@@ -115,12 +131,16 @@ def matmul_tflops(num_repeats: int) -> tuple[list[float], dict[str, Any]]:
     def multiply() -> None:
         torch.mm(a, b, out=out)
 
-    for _ in range(3):  # settles the clocks
+    def rate(num_calls: int, rest_s: float) -> list[float]:
+        taken = event_ms(multiply, num_calls=num_calls, num_repeats=num_repeats, rest_s=rest_s)
+        return [2 * MATMUL_SIZE**3 / (milliseconds * 1e-3) / 1e12 for milliseconds in taken]
+
+    for _ in range(3):  # the library picks its kernel
         multiply()
-    taken = event_ms(multiply, num_calls=50, num_repeats=num_repeats)
+    bursts = rate(BURST_CALLS, REST_S)
+    sustained = rate(SUSTAINED_CALLS, 0.0)
     for _ in range(200):
         multiply()
     environment = clocks()
     torch.cuda.synchronize()
-    operations = 2 * MATMUL_SIZE**3
-    return [operations / (milliseconds * 1e-3) / 1e12 for milliseconds in taken], environment
+    return bursts, sustained, environment

@@ -36,6 +36,12 @@ def measure_prefill(driver: Driver, ceilings: Ceilings, num_repeats: int) -> Ite
         values=[operations / s / ceilings.matmul for s in seconds],
         **case,
     )
+    yield Measured(
+        metric="prefill_share_of_sustained_matmul",
+        unit="ratio",
+        values=[operations / s / ceilings.sustained for s in seconds],
+        **case,
+    )
 
 
 def _prefill_s(driver: Driver) -> float:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def event_ms(function: Callable[[], Any], *, num_calls: int, num_repeats: int) -> list[float]:
-    """Milliseconds of one call, for each repeat of `num_calls` calls in a row."""
+def event_ms(
+    function: Callable[[], Any], *, num_calls: int, num_repeats: int, rest_s: float = 0.0
+) -> list[float]:
+    """Milliseconds of one call, for each repeat of `num_calls` calls in a row.
+
+    The device rests for `rest_s` seconds before each repeat: one that works at its power limit
+    slows down within a tenth of a second.
+    """
     import torch
 
     function()
     taken = []
     for _ in range(num_repeats):
+        if rest_s:
+            torch.cuda.synchronize()
+            time.sleep(rest_s)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(num_calls):

@@ -156,7 +156,13 @@ def test_check_fails_on_a_void_run(capsys):
     ],
 )
 def test_a_device_that_gives_too_little_makes_a_run_void(read, matmul, device, is_void):
-    ceilings = Ceilings(read_tb_s=[read], copy_tb_s=[4.0], matmul_tflops=[matmul], environment={})
+    ceilings = Ceilings(
+        read_tb_s=[read],
+        copy_tb_s=[4.0],
+        matmul_tflops=[matmul],
+        sustained_tflops=[matmul],
+        environment={},
+    )
     assert ceilings.is_void(device) is is_void
 
 

@@ -29,7 +29,13 @@ from perf.kernel_profile import Kernel, idle_us, kernel_table
 from perf.op_families import OpCase, Sequences, num_copies, paged_calls
 from tests.helpers.tiny_model import write_tiny_model
 
-CEILINGS = Ceilings(read_tb_s=[4.0], copy_tb_s=[4.0], matmul_tflops=[800.0], environment={})
+CEILINGS = Ceilings(
+    read_tb_s=[4.0],
+    copy_tb_s=[4.0],
+    matmul_tflops=[800.0],
+    sustained_tflops=[700.0],
+    environment={},
+)
 
 
 @dataclass
