@@ -67,6 +67,8 @@ class EngineConfig:
         max_step_ms: while requests decode, compute prompts in chunks whose step stays below this
             many milliseconds; GPU only.
         disable_passes: names of FX passes to leave out.
+        dump_graphs: folder for the graph of every compiled piece, before and after each pass;
+            caches of compiled code are neither read nor written then.
         inductor_pdl: let kernels that Inductor generates start while the one before them ends, as
             our own do; from compute capability 9.0 on.
         kernels: kernels to take instead of the best ones, each as FAMILY=NAME, such as
@@ -99,6 +101,7 @@ class EngineConfig:
     device_loop: bool = False
     max_step_ms: float | None = None
     disable_passes: tuple[str, ...] = ()
+    dump_graphs: Path | None = None
     inductor_pdl: bool = False
     kernels: tuple[str, ...] = ()
     seed: int = 0
@@ -216,13 +219,14 @@ class ServerConfig:
 
 def config_to_json(config: EngineConfig) -> str:
     """The config as JSON, for the engine process's command line."""
-    return json.dumps({**asdict(config), "cache_dir": str(config.cache_dir)})
+    return json.dumps(asdict(config), default=str)
 
 
 def config_from_json(text: str) -> EngineConfig:
     """The inverse of `config_to_json`."""
     fields = json.loads(text)
-    fields["cache_dir"] = Path(fields["cache_dir"])
+    for name in ("cache_dir", "dump_graphs"):
+        fields[name] = None if fields[name] is None else Path(fields[name])
     for name in ("disable_passes", "kernels"):
         fields[name] = tuple(fields[name])
     return EngineConfig(**fields)

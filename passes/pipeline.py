@@ -29,6 +29,7 @@ from compiled_engine.passes import (
     pattern,
     use_linear_op,
 )
+from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pattern import (
     CustomGraphPass,
     Graph,
@@ -74,6 +75,7 @@ class PassPipeline(CustomGraphPass):
             the others are matched and counted, then expanded again.
         on_pass: called with (pass name, matches, seconds) after each pass of each graph.
         registry: chooses kernels; one without overrides if not given.
+        dump: gets every graph before and after each pass; not part of the fingerprint.
 
     Raises:
         ConfigError: an unknown pass name; lists the known ones.
@@ -86,6 +88,7 @@ class PassPipeline(CustomGraphPass):
         kept_ops: frozenset[str] = frozenset(),
         on_pass: Callable[[str, int, float], None],
         registry: KernelRegistry | None = None,
+        dump: GraphDump | None = None,
     ) -> None:
         unknown = [name for name in disabled if name not in PASS_NAMES]
         if unknown:
@@ -96,6 +99,7 @@ class PassPipeline(CustomGraphPass):
         self.fusions = tuple(m for m in FUSIONS if m.NAME not in disabled)
         self.kept_ops = kept_ops
         self.on_pass = on_pass
+        self.dump = dump
         self.registry = registry or make_registry()
         names = tuple(m.NAME for m in self.fusions)
         self._fingerprint = _fingerprint(names, kept_ops, self.registry)
@@ -105,17 +109,22 @@ class PassPipeline(CustomGraphPass):
         ]
 
     def __call__(self, graph: Graph) -> None:
+        if self.dump is not None:
+            self.dump.start(graph)
         for module in self.fusions:
-            start = time.perf_counter()
-            matches = module.apply(graph)
-            self.on_pass(module.NAME, matches, time.perf_counter() - start)
-        start = time.perf_counter()
-        matches = choose_kernels.apply(graph, self.registry)
-        self.on_pass(choose_kernels.NAME, matches, time.perf_counter() - start)
-        start = time.perf_counter()
-        self.on_pass("expand", self._expand(graph), time.perf_counter() - start)
+            self._apply(graph, module.NAME, module.apply)
+        self._apply(graph, choose_kernels.NAME, lambda g: choose_kernels.apply(g, self.registry))
+        self._apply(graph, "expand", self._expand)
         graph.eliminate_dead_code()
         graph.lint()
+
+    def _apply(self, graph: Graph, name: str, function: Callable[[Graph], int]) -> None:
+        """Runs one pass, and says what it did."""
+        start = time.perf_counter()
+        matches = function(graph)
+        self.on_pass(name, matches, time.perf_counter() - start)
+        if self.dump is not None:
+            self.dump.after(graph, name)
 
     def uuid(self) -> str:
         """The fingerprint; part of Inductor's cache key."""

@@ -17,6 +17,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.passes import PassPipeline
+from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pipeline import PieceTraits
 
 PLAIN = PieceTraits()
@@ -26,11 +27,13 @@ class CompileDriver:
     """One per engine.
 
     Args:
-        config: `enforce_eager`, `disable_passes`, `kernels` and the cache folder are read.
+        config: `enforce_eager`, `disable_passes`, `kernels`, `dump_graphs` and the cache folder are
+            read.
         kept_ops: fused ops that have a kernel on this device and stay in the graph.
 
     Raises:
-        ConfigError: an unknown name in `disable_passes` or `kernels`.
+        ConfigError: an unknown name in `disable_passes` or `kernels`, a folder for graphs that
+            cannot be made.
     """
 
     def __init__(self, config: EngineConfig, *, kept_ops: frozenset[str] = frozenset()) -> None:
@@ -40,6 +43,9 @@ class CompileDriver:
         self.disabled_passes = config.disable_passes
         self.registry = make_registry(config.kernels)
         self.options = {"triton.enable_pdl": True} if config.inductor_pdl else {}
+        self.dump_folder = config.dump_graphs
+        if self.dump_folder is not None:  # what comes from a cache goes through no pass
+            self.options["force_disable_caches"] = True
         set_cache_dir(os.path.join(config.cache_dir, "inductor"))
         self._passes: dict[PieceTraits, PassPipeline] = {}
         self.passes(PieceTraits())  # names an unknown pass before anything else is done
@@ -48,16 +54,22 @@ class CompileDriver:
             self._start = dynamo_counters()
             self._graphs_when_warm: int | None = None
 
-    def passes(self, traits: PieceTraits) -> PassPipeline:
-        """The passes for pieces with such traits."""
+    def passes(self, traits: PieceTraits, piece: str = "") -> PassPipeline:
+        """The passes for pieces with such traits; with graphs to be written, of one piece."""
+        if self.dump_folder is not None and piece:
+            return self._pipeline(traits, GraphDump(self.dump_folder / piece))
         if traits not in self._passes:
-            self._passes[traits] = PassPipeline(
-                disabled=tuple(dict.fromkeys((*self.disabled_passes, *traits.skipped()))),
-                kept_ops=self.kept_ops,
-                on_pass=self.counters.count_pass,
-                registry=self.registry,
-            )
+            self._passes[traits] = self._pipeline(traits, None)
         return self._passes[traits]
+
+    def _pipeline(self, traits: PieceTraits, dump: GraphDump | None) -> PassPipeline:
+        return PassPipeline(
+            disabled=tuple(dict.fromkeys((*self.disabled_passes, *traits.skipped()))),
+            kept_ops=self.kept_ops,
+            on_pass=self.counters.count_pass,
+            registry=self.registry,
+            dump=dump,
+        )
 
     def runs_pass(self, name: str) -> bool:
         """Whether compiled pieces that the pass is for are rewritten by it."""
@@ -82,7 +94,7 @@ class CompileDriver:
             with_own_code(function, name),
             fullgraph=True,
             dynamic=False,
-            options={"post_grad_custom_pre_pass": self.passes(traits), **self.options},
+            options={"post_grad_custom_pre_pass": self.passes(traits, name), **self.options},
         )
 
     def compile_direct(
@@ -102,7 +114,7 @@ class CompileDriver:
             name,
             num_static=num_static,
             num_shared=num_shared,
-            options={"post_grad_custom_pre_pass": self.passes(traits), **self.options},
+            options={"post_grad_custom_pre_pass": self.passes(traits, name), **self.options},
         )
 
     def finish_warm_up(self) -> None:

@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from compiled_engine.counters import CompileCounters
 from compiled_engine.passes import PassPipeline
+from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pattern import functionalized_calls
 
 ce = torch.ops.ce
@@ -58,10 +59,12 @@ class Harness:
     Attributes:
         disabled: passes to leave out.
         kept_ops: fused ops that stay in the graph.
+        dump: gets the graphs.
     """
 
     disabled: tuple[str, ...] = ()
     kept_ops: frozenset[str] = frozenset()
+    dump: GraphDump | None = None
     captures: list[Captured] = field(default_factory=list)
 
     def run(self, function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> Captured:
@@ -69,7 +72,10 @@ class Harness:
         torch._dynamo.reset()
         counters = CompileCounters()
         pipeline = PassPipeline(
-            disabled=self.disabled, kept_ops=self.kept_ops, on_pass=counters.count_pass
+            disabled=self.disabled,
+            kept_ops=self.kept_ops,
+            on_pass=counters.count_pass,
+            dump=self.dump,
         )
         graphs: list[Graph] = []
 

@@ -26,6 +26,7 @@ from compiled_engine.passes import (
     pattern,
     pipeline,
 )
+from compiled_engine.passes.dump import GraphDump
 from tests.helpers.pass_harness import Harness, op_counts
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -201,6 +202,48 @@ def test_counts_of_several_graphs_add_up():
     found = Harness().run(function, torch.randn(3, 8), torch.randn(8))
     assert found.counters.num_expansions == 2
     assert set(found.counters.pass_seconds) == {*PASS_NAMES, "choose_kernels", "expand"}
+
+
+# --- dumped graphs --------------------------------------------------------------------------------
+
+
+def norm_of_sum(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return rms_norm(total, weight, 1e-5), total
+
+
+def dump_of(folder: Path, **options: object) -> dict[str, str]:
+    """Files of the graph of a residual add and a norm, by name."""
+    inputs = (torch.randn(3, 8), torch.randn(3, 8), torch.randn(8))
+    Harness(dump=GraphDump(folder), **options).run(norm_of_sum, *inputs)  # type: ignore[arg-type]
+    return {path.name: path.read_text() for path in sorted(folder.iterdir())}
+
+
+def test_dumped_graphs_show_each_change_and_only_changes(tmp_path):
+    files = dump_of(tmp_path / "new" / "piece")
+    assert list(files) == [
+        "1-00-before.txt",
+        f"1-{PASS_NAMES.index('fuse_add_rms_norm') + 1:02d}-fuse_add_rms_norm.txt",
+        f"1-{len(PASS_NAMES) + 2:02d}-expand.txt",
+    ]
+    before, fused, expanded = files.values()
+    assert "ce.rms_norm" in before
+    assert "aten.add" in before
+    assert "ce.add_rms_norm" in fused
+    assert "aten.add" not in fused
+    assert "ce." not in expanded
+    assert "f32[3, 8][8, 1]" in before
+
+
+def test_dumped_graphs_do_not_change_the_fingerprint(tmp_path):
+    assert new_pipeline(dump=GraphDump(tmp_path)).uuid() == new_pipeline().uuid()
+
+
+def test_folder_for_graphs_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--dump-graphs .*cannot be made: ") as caught:
+        GraphDump(tmp_path / "file" / "piece")
+    assert caught.value.param == "dump_graphs"
 
 
 # --- fingerprint ----------------------------------------------------------------------------------
