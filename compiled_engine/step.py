@@ -354,6 +354,8 @@ class StepExecutor:
         keys = self.keys() if graphs is not None else []
         total = 2 + len(self.pieces.versions) + len(Variant) + len(keys)
         on_piece("plan", 0, total)
+        if self.pieces.apply_params is not None:
+            self.pieces.apply_params(self.params, param_inbox)
         step_plan = self.pieces.begin(self.state, self.params, inbox, param_inbox, self._budget(1))
         for done, version in enumerate(self.pieces.versions, start=1):
             on_piece(f"model, {_size_name(version)}", done, total)

