@@ -47,8 +47,15 @@ from compiled_engine.tokenizer import Tokenizer, has_tokenizer
 
 # Ops that `--cudagraph-mode piecewise` keeps out of graphs.
 SPLIT_OPS = ("ce::paged_attention",)
-# Fused ops that stay in the graph wherever they have a kernel of their own.
-FUSED_OPS = ("fused_linear", "rope_kv_write", "qk_norm_rope_kv_write")
+# Ops that stay in the graph wherever they have a kernel of their own.
+FUSED_OPS = (
+    "fused_linear",
+    "rope_kv_write",
+    "qk_norm_rope_kv_write",
+    "rms_norm",
+    "add_rms_norm",
+    "silu_and_mul",
+)
 
 
 class Engine:

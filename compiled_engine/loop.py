@@ -127,7 +127,8 @@ class StepLoop:
         self._num_by_variant = [0] * len(Variant)  # seats
         self._seat_of: dict[int, _Seat] = {}  # by request id
         self._unstarted: dict[int, int] = {}  # row -> prompt tokens, until its first token
-        self._guess = PrefixGuess(is_caching=executor.shape.prefix_caching)
+        shape = executor.shape
+        self._guess = PrefixGuess(is_caching=shape.prefix_caching, page_size=shape.page_size)
         self.queue_times = QueueTimes()
         self._arrival = 0
         self._newest: HostRecord | None = None

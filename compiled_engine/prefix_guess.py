@@ -1,13 +1,15 @@
 """What the host expects the prefix cache to spare, so that it can pick a step of the right size.
 
 The device decides what is cached and who waits for whom; the host only guesses, from the prompts
-it has handed over: blocks it has seen before cost nothing, and a prompt whose last known block is
+it has handed over: pages it has seen before cost nothing, and a prompt whose last known page is
 still being computed by another one waits for it. A wrong guess costs time, never tokens.
+
+Prompts are looked up by blocks of many pages; how far the prompt reaches that brought the last
+known block is then compared token by token.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -21,7 +23,14 @@ class _Waiting(NamedTuple):
     """A prompt whose first token has not come."""
 
     num_new: int
-    leader: int | None  # row that computes the last block it shares
+    leader: int | None  # row that computes the last page it shares
+
+
+class _Owner(NamedTuple):
+    """Who brought a block first: its row then, and its whole prompt."""
+
+    row: int
+    prompt: np.ndarray
 
 
 class PrefixGuess:
@@ -29,11 +38,13 @@ class PrefixGuess:
 
     Args:
         is_caching: the device reuses prefixes; if not, every token is new.
+        page_size: tokens that the device caches as one.
     """
 
-    def __init__(self, *, is_caching: bool) -> None:
+    def __init__(self, *, is_caching: bool, page_size: int) -> None:
         self._is_caching = is_caching
-        self._owners: OrderedDict[bytes, int] = OrderedDict()  # block -> row that brought it
+        self._page_size = page_size
+        self._owners: OrderedDict[int, _Owner] = OrderedDict()  # by a hash of block and prefix
         self._waiting: dict[int, _Waiting] = {}
 
     def add(self, row: int, prompt: list[int], salt: int) -> None:
@@ -41,21 +52,29 @@ class PrefixGuess:
         if not self._is_caching:
             self._waiting[row] = _Waiting(len(prompt), None)
             return
-        leader, num_known, is_prefix = None, 0, True
-        for key in _chain(prompt, salt):
-            owner = self._owners.get(key)
-            is_prefix = is_prefix and owner is not None
-            if is_prefix:
-                leader = owner
-                num_known += BLOCK_TOKENS
+        tokens = np.asarray(prompt, np.int32)
+        leader, num_known = self._find(tokens, salt, row)
+        num_pages = min(num_known, len(prompt) - 1) // self._page_size  # the last token is computed
+        num_new = len(prompt) - num_pages * self._page_size
+        self._waiting[row] = _Waiting(num_new, leader.row if leader else None)
+
+    def _find(self, tokens: np.ndarray, salt: int, row: int) -> tuple[_Owner | None, int]:
+        """The owner of the longest known prefix, and its length; unknown blocks become `row`'s."""
+        owner, mine, key = None, _Owner(row, tokens), hash(salt)
+        data, width = tokens.tobytes(), BLOCK_TOKENS * tokens.itemsize
+        for start in range(0, len(data) - width + 1, width):
+            key = hash((key, data[start : start + width]))
+            found = self._owners.setdefault(key, mine)
+            if found is not mine:
+                owner = found
                 self._owners.move_to_end(key)
-            else:
-                self._owners[key] = row
         while len(self._owners) > MAX_BLOCKS:
             self._owners.popitem(last=False)
-        # The last token is always computed.
-        num_new = len(prompt) - min(num_known, len(prompt) - 1)
-        self._waiting[row] = _Waiting(num_new, leader)
+        if owner is None:
+            return None, 0
+        length = min(len(tokens), len(owner.prompt))
+        differs = np.flatnonzero(tokens[:length] != owner.prompt[:length])
+        return owner, int(differs[0]) if len(differs) else length
 
     def leave(self, row: int) -> None:
         """The row got its first token, or ended without one; rows that are not there are fine."""
@@ -72,14 +91,3 @@ class PrefixGuess:
     def clear(self) -> None:
         """Nothing is cached any more."""
         self._owners.clear()
-
-
-def _chain(prompt: list[int], salt: int) -> list[bytes]:
-    """A key for each full block, of its tokens and all before it."""
-    tokens = np.asarray(prompt, np.int32)
-    digest = hashlib.blake2b(salt.to_bytes(8, "little"), digest_size=8)
-    keys = []
-    for start in range(0, len(prompt) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        digest.update(tokens[start : start + BLOCK_TOKENS].tobytes())
-        keys.append(digest.copy().digest())
-    return keys

@@ -180,7 +180,7 @@ def scheduler_shape(config: EngineConfig, settings: Settings) -> SchedulerShape:
         page_size=block,
         max_model_len=settings.max_model_len,
         max_tokens=settings.chunked_prefill_size,
-        num_candidates=min(settings.max_num_seqs, 4 if is_cpu else 32),
+        num_candidates=min(settings.max_num_seqs, 4 if is_cpu else 64),
         max_releases=min(settings.max_num_seqs, 4 if is_cpu else 16),
         # A GPU's steps are long and large: prompts must arrive faster than they are computed.
         max_submits=16 if is_cpu else 64,
