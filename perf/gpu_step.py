@@ -167,7 +167,7 @@ def _scheduler(bench: Bench) -> Iterator[Measured]:
 
 def _profile(bench: Bench) -> Iterator[Measured]:
     with bench.unlimited():
-        measured, document = measure_profile(bench.driver, bench.num_repeats)
+        measured, document = measure_profile(bench.driver, bench.ceilings.read, bench.num_repeats)
     bench.documents["decode_profile.md"] = document
     yield from measured
 

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from perf.decode import INPUT_LEN, OUTPUT_LEN, Driver, Progress, settle
+from perf.qwen3_8b import (
+    DTYPE_BYTES,
+    HIDDEN,
+    KV_BYTES_PER_TOKEN,
+    LAYER_PRODUCTS,
+    NUM_LAYERS,
+    VOCAB_SIZE,
+)
 from perf.rows import Measured
 
-BATCH_SIZES = (1, 32)
+BATCH_SIZES = (1, 8, 32, 128)
 NUM_STEPS = 16
+
+_FIRST = "scheduler_plan"  # every step begins with it
+_ATTENTION = "decode_attention"
+_PRODUCT = re.compile(
+    "row_kernel|tile_kernel|hopper_kernel|tokens_product|nvjet|gemm|cutlass", re.IGNORECASE
+)
+_PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -57,9 +73,72 @@ def kernel_table(kernels: Sequence[Kernel], num_steps: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure_profile(driver: Driver, num_repeats: int) -> tuple[list[Measured], str]:
-    """Idle time of the device a step, and the kernel tables of some batch sizes."""
-    measured, document = [], "# Kernels of a steady decode step\n"
+def part_table(kernels: Sequence[Kernel], batch_size: int, read: float) -> str:
+    """What each part of a step takes, beside the time its bytes need at `read` bytes a second.
+
+    A part's time is by how much its kernels move the end of all work further: what it overlaps with
+    the kernel before it costs nothing. The parts add up to the step.
+    """
+    slots, num_steps = step_parts(kernels)
+    floors = part_floors(batch_size, read)
+    lines = ["| part | us a step | us each | floor | share of it |", "|---|---|---|---|---|"]
+    for name, taken in sorted(slots.items(), key=lambda item: -sum(item[1])):
+        each, total = sum(taken) / len(taken), sum(taken) / num_steps
+        floor = floors.get(name)
+        beside = "| | |" if floor is None else f"| {floor:.2f} | {floor / each:.0%} |"
+        shown = "" if floor is None else f"{each:.2f}"
+        lines.append(f"| {name} | {total:.1f} | {shown} {beside}")
+    return "\n".join(lines) + "\n"
+
+
+def step_parts(kernels: Sequence[Kernel]) -> tuple[dict[str, list[float]], int]:
+    """Microseconds of every run of each part in the whole steps, and the number of steps.
+
+    Parts: the four products of a layer, attention, the head, what lies between, and what comes
+    before the first product and after the head.
+    """
+    ordered = sorted(kernels, key=lambda k: k.start)
+    starts = [i for i, kernel in enumerate(ordered) if _FIRST in kernel.name]
+    slots: dict[str, list[float]] = defaultdict(list)
+    if len(starts) < 2:
+        return slots, 0
+    busy_until = max((k.end for k in ordered[: starts[0]]), default=ordered[0].start)
+    num_products = num_attentions = 0
+    for index in range(starts[0], starts[-1]):
+        kernel = ordered[index]
+        if _FIRST in kernel.name:
+            num_products = num_attentions = 0
+        if _ATTENTION in kernel.name:
+            num_attentions += 1
+            name = "attention"
+        elif _PRODUCT.search(kernel.name):
+            is_head = num_products == NUM_LAYERS * len(_PRODUCTS)
+            name = "head" if is_head else _PRODUCTS[num_products % len(_PRODUCTS)]
+            num_products += 1
+        else:
+            is_inside = 0 < num_products < NUM_LAYERS * len(_PRODUCTS)
+            name = "between products" if is_inside else "before the first and after the head"
+        slots[name].append(max(0.0, kernel.end - busy_until))
+        busy_until = max(busy_until, kernel.end)
+    return slots, len(starts) - 1
+
+
+def part_floors(batch_size: int, read: float) -> dict[str, float]:
+    """Microseconds that the bytes of the parts need."""
+    weights = [rows * columns * DTYPE_BYTES for rows, columns in LAYER_PRODUCTS]
+    sizes = dict(zip(_PRODUCTS, weights, strict=True))
+    sizes["head"] = VOCAB_SIZE * HIDDEN * DTYPE_BYTES
+    sizes["attention"] = batch_size * INPUT_LEN * KV_BYTES_PER_TOKEN // NUM_LAYERS
+    return {name: size / read * 1e6 for name, size in sizes.items()}
+
+
+def measure_profile(driver: Driver, read: float, num_repeats: int) -> tuple[list[Measured], str]:
+    """Idle time of the device a step, and the tables of parts and kernels of some batch sizes.
+
+    Args:
+        read: bytes a second that the device reads, for the floors.
+    """
+    measured, document = [], "# A steady decode step by parts and kernels\n"
     for batch_size in BATCH_SIZES:
         runs = [_profile(driver, batch_size) for _ in range(num_repeats)]
         measured.append(
@@ -70,7 +149,8 @@ def measure_profile(driver: Driver, num_repeats: int) -> tuple[list[Measured], s
                 values=[idle_us(kernels) / NUM_STEPS for kernels in runs],
             )
         )
-        document += f"\n## Batch {batch_size}\n\n{kernel_table(runs[-1], NUM_STEPS)}"
+        document += f"\n## Batch {batch_size}\n\n{part_table(runs[-1], batch_size, read)}"
+        document += f"\n{kernel_table(runs[-1], NUM_STEPS)}"
     return measured, document
 
 

@@ -23,7 +23,7 @@ from compiled_engine.request import Request, TokenEvent
 from compiled_engine.scheduler.inbox import InboxBuilder
 from compiled_engine.scheduler.state import SchedulerShape
 from compiled_engine.tokenizer import Tokenizer
-from perf import decode, gpu_step, loading, offline, op_bench, qwen3_8b, scheduler
+from perf import decode, gpu_step, kernel_profile, loading, offline, op_bench, qwen3_8b, scheduler
 from perf.ceilings import Ceilings
 from perf.kernel_profile import Kernel, idle_us, kernel_table
 from perf.op_families import OpCase, Sequences, num_copies, paged_calls
@@ -245,6 +245,34 @@ def test_idle_time_is_what_no_kernel_covers():
     table = kernel_table(kernels, 2).splitlines()
     assert table[2] == "| `a` | 1 | 10.00 | 10.0 | 80.0% |"
     assert len(table) == 5
+
+
+def test_parts_of_a_step_add_up_and_know_their_floors():
+    """Two whole steps between parts of others; kernels overlap by 1 us."""
+    names = [kernel_profile._FIRST, "gather"]
+    for _ in range(qwen3_8b.NUM_LAYERS):
+        names += ["nvjet_a", "rope", "decode_attention", "row_kernel", "hopper_kernel", "sum"]
+        names += ["tile_kernel"]
+    names += ["nvjet_head", "greedy"]
+    runs = [*names[5:], *names, *names, *names[:7]]
+    kernels = [Kernel(name, 4.0 * i, 4.0 * i + 5.0) for i, name in enumerate(runs)]
+    slots, num_steps = kernel_profile.step_parts(kernels)
+    assert num_steps == 2
+    layers = 2 * qwen3_8b.NUM_LAYERS
+    counts = {name: len(taken) for name, taken in slots.items()}
+    assert counts == {
+        "before the first and after the head": 6,
+        "qkv": layers, "between products": 2 * layers, "attention": layers, "o": layers,
+        "gate_up": layers, "down": layers, "head": 2,
+    }  # fmt: skip
+    assert sum(map(sum, slots.values())) == pytest.approx(2 * 4.0 * len(names))
+    read = 2e12
+    floors = kernel_profile.part_floors(3, read)
+    assert floors["o"] == pytest.approx(4096 * 4096 * 2 / read * 1e6)
+    whole = qwen3_8b.NUM_LAYERS * sum(v for k, v in floors.items() if k != "head") + floors["head"]
+    assert whole == pytest.approx(qwen3_8b.step_bytes(3 * 1024, 3) / read * 1e6, rel=1e-3)
+    table = kernel_profile.part_table(kernels, 3, read)
+    assert f"| o | {4.0 * qwen3_8b.NUM_LAYERS:.1f} | 4.00 | {floors['o']:.2f} |" in table
 
 
 @pytest.fixture(scope="module")
