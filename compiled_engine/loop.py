@@ -11,13 +11,18 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from compiled_engine.grammar import GrammarService
 from compiled_engine.grammar_rows import GrammarRows
+from compiled_engine.logprob_rows import (
+    NO_STEP_LOGPROBS,
+    LogprobRows,
+    StepLogprobs,
+    score_from,
+)
 from compiled_engine.loop_stats import LoopStats
 from compiled_engine.outbox import (
     COLUMN_CACHED,
@@ -44,7 +49,7 @@ from compiled_engine.scheduler.advance import (
 from compiled_engine.scheduler.inbox import Inbox, InboxBuilder, MaskEntry, SubmitEntry
 from compiled_engine.scheduler.keys import salt_of
 from compiled_engine.scheduler.prefix import forget_all
-from compiled_engine.seats import SeatColumns
+from compiled_engine.seats import Seat, SeatColumns
 from compiled_engine.step import StepExecutor, StepKey
 from compiled_engine.step_times import StepTimes
 from compiled_engine.token_batch import TokenBatch
@@ -53,21 +58,6 @@ from compiled_engine.token_batch import TokenBatch
 LOOP_STEPS = 32
 # The later ones can do all that the earlier ones can.
 _VARIANTS = tuple(reversed(Variant))
-
-
-@dataclass
-class _Seat:
-    """A request in a row, from submit until the row is FREE again."""
-
-    request: Request
-    row: int
-    gen: int
-    max_len: int
-    stop_ids: tuple[int, ...]
-    seed: int
-    variant: Variant
-    num_prompt: int
-    is_over: bool = False  # finished or aborted: no more events
 
 
 class _Launched(NamedTuple):
@@ -111,6 +101,7 @@ class StepLoop:
         self.stats = LoopStats(num_pages_free=executor.shape.num_pages - 1)
         self.inbox = InboxBuilder(executor.shape)
         self._grammars = GrammarRows(grammars)
+        self._logprobs = LogprobRows()
         # Most steps hand nothing to the device.
         self._no_entries: tuple[Inbox, ParamInbox, list[RowMask]] = (
             self.inbox.take()[0],
@@ -122,10 +113,10 @@ class StepLoop:
         self._free_rows = list(range(executor.shape.max_rows - 1, -1, -1))
         self._gens = [0] * executor.shape.max_rows
         self._columns = SeatColumns(executor.shape.max_rows)
-        self._seats: dict[int, _Seat] = {}  # by row
+        self._seats: dict[int, Seat] = {}  # by row
         self._num_live = 0  # seats whose request is not over
         self._num_by_variant = [0] * len(Variant)  # seats
-        self._seat_of: dict[int, _Seat] = {}  # by request id
+        self._seat_of: dict[int, Seat] = {}  # by request id
         self._unstarted: dict[int, int] = {}  # row -> prompt tokens, until its first token
         shape = executor.shape
         self._guess = PrefixGuess(is_caching=shape.prefix_caching, page_size=shape.page_size)
@@ -263,7 +254,7 @@ class StepLoop:
         """All that runs is decoding, and the host has nothing to hand to the device."""
         if self._newest is None or not self._num_live or not self.inbox.is_empty:
             return False
-        if self._grammars.rows:
+        if self._grammars.rows or self._logprobs.rows:
             return False
         counts = self._newest.counts
         is_decoding = counts[COUNT_DECODE_ROWS] == counts[COUNT_RESIDENT_ROWS] > 0
@@ -296,6 +287,8 @@ class StepLoop:
         key = self._choose_step(self._variant)
         if self._grammars.rows:
             key = key._replace(is_masked=True)
+        if self._logprobs.rows:
+            key = self._logprobs.extend(key)
         self.executor.launch(inbox, param_inbox, key, has_entries=has_entries, masks=masks)
         spare = max(0, key.num_tokens - self._num_live)
         self._unread.append(_Launched(key, spare, time.perf_counter()))
@@ -320,7 +313,8 @@ class StepLoop:
         for seat in submitted:
             if not seat.is_over:
                 salt = salt_of(seat.request.cache_salt)
-                self._guess.add(seat.row, seat.request.prompt_token_ids, salt)
+                most = score_from(seat.request)
+                self._guess.add(seat.row, seat.request.prompt_token_ids, salt, most)
         entries = [(s.row, s.request.params, s.seed, s.stop_ids) for s in submitted]
         arrived = (
             self._grammars.mask_of(e.row, e.gen) for e in applied if isinstance(e, MaskEntry)
@@ -354,7 +348,7 @@ class StepLoop:
         self.queue_times.seat(request.request_id)
         self._gens[row] += 1
         self._arrival += 1
-        seat = _Seat(
+        seat = Seat(
             request=request,
             row=row,
             gen=self._gens[row],
@@ -379,7 +373,9 @@ class StepLoop:
             prompt=prompt,
             max_len=seat.max_len,
             grammar=params.grammar is not None,
+            score_from=score_from(request),
         )
+        self._logprobs.seat(request, row, seat.gen)
         if params.grammar is not None:
             self._grammars.seat(request, row, seat.gen)
 
@@ -422,11 +418,16 @@ class StepLoop:
     # --- read -----------------------------------------------------------------------------
 
     def _read(self) -> TokenBatch:
-        record = self.executor.outbox.read()
-        self._note_time(self._unread.popleft())
-        return self._take_record(record)
+        record, launched = self.executor.outbox.read(), self._unread.popleft()
+        self._note_time(launched)
+        if not launched.key.has_logprobs:
+            return self._take_record(record)
+        found = self._logprobs.take(record.rows, self.executor.logprobs.read())
+        return self._take_record(record, found)
 
-    def _take_record(self, record: HostRecord) -> TokenBatch:
+    def _take_record(
+        self, record: HostRecord, found: StepLogprobs = NO_STEP_LOGPROBS
+    ) -> TokenBatch:
         self._newest = record
         self.stats.take(record.counts, self.executor.shape.num_pages)
         if self._grammars.rows:
@@ -436,13 +437,13 @@ class StepLoop:
         # The first two columns are the generation and the flags.
         is_steady = len(news) == len(self._seats) and (news[:, :2] == started.expected).all()
         if not is_steady:
-            return self._take_changes(record.rows[:-1])
+            return self._take_changes(record.rows[:-1], found)
         # Every seat gained a token and nothing else happened.
         self.stats.num_generated_tokens += len(news)
         tokens, cached = news[:, COLUMN_TOKEN].tobytes(), news[:, COLUMN_CACHED].tobytes()
-        return TokenBatch(started.request_ids, tokens, cached)
+        return TokenBatch(started.request_ids, tokens, cached, {}, *found)
 
-    def _take_changes(self, rows: np.ndarray) -> TokenBatch:
+    def _take_changes(self, rows: np.ndarray, found: StepLogprobs) -> TokenBatch:
         """Array operations for all rows; single seats only where one starts, ends or is left."""
         columns, flags = self._columns, rows[:, COLUMN_FLAGS]
         # Rows whose generation differs have not seen their submit yet.
@@ -462,7 +463,7 @@ class StepLoop:
         for row in free.tolist():
             self._leave(self._seats[row])
         tokens, cached = news[:, COLUMN_TOKEN].tobytes(), news[:, COLUMN_CACHED].tobytes()
-        return TokenBatch(request_ids, tokens, cached, ends)
+        return TokenBatch(request_ids, tokens, cached, ends, *found)
 
     def _note_time(self, launched: _Launched) -> None:
         """Learns what a step took, where the device had no pause before it."""
@@ -471,7 +472,7 @@ class StepLoop:
         if self._step_times is not None and launched.key.is_mixed and launched.at < before:
             self._step_times.learn(launched.key.num_tokens, self._context(), now - before)
 
-    def _start(self, seat: _Seat, num_cached: int) -> None:
+    def _start(self, seat: Seat, num_cached: int) -> None:
         """The seat's first token is there."""
         self._columns.start(seat.row)
         self._unstarted.pop(seat.row, None)
@@ -479,18 +480,20 @@ class StepLoop:
         self.stats.num_prompt_tokens += seat.num_prompt
         self.stats.num_cached_tokens += num_cached
 
-    def _end(self, seat: _Seat) -> None:
+    def _end(self, seat: Seat) -> None:
         """No more events for the seat's request."""
         seat.is_over = True
         self._columns.end(seat.row)
         self._grammars.leave(seat.row)
+        self._logprobs.end(seat.row)
         self._num_live -= 1
         self._unstarted.pop(seat.row, None)
         self._guess.leave(seat.row)
 
-    def _leave(self, seat: _Seat) -> None:
+    def _leave(self, seat: Seat) -> None:
         assert seat.is_over, f"row {seat.row} is free while its request runs"
         del self._seats[seat.row]
+        self._logprobs.leave(seat.row)
         self._columns.leave(seat.row)
         self._num_by_variant[seat.variant] -= 1
         self._seat_of.pop(seat.request.request_id, None)

@@ -93,6 +93,7 @@ class StepPieces:
         scheduler: SchedulerKernels,
     ) -> None:
         self.shape = shape
+        self.vocab_size = vocab_size
         self.scheduler = scheduler
         self.versions = layer_versions(shape.max_tokens, shape.max_rows, is_gpu=is_gpu)
         self._driver = driver

@@ -10,6 +10,7 @@ known block is then compared token by token.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -47,13 +48,15 @@ class PrefixGuess:
         self._owners: OrderedDict[int, _Owner] = OrderedDict()  # by a hash of block and prefix
         self._waiting: dict[int, _Waiting] = {}
 
-    def add(self, row: int, prompt: list[int], salt: int) -> None:
-        """A prompt was handed to the device in `row`."""
+    def add(self, row: int, prompt: list[int], salt: int, most_known: int = sys.maxsize) -> None:
+        """A prompt was handed to the device in `row`; it reuses at most `most_known` tokens."""
         if not self._is_caching:
             self._waiting[row] = _Waiting(len(prompt), None)
             return
         tokens = np.asarray(prompt, np.int32)
         leader, num_known = self._find(tokens, salt, row)
+        if most_known < num_known:
+            leader, num_known = None, most_known
         num_pages = min(num_known, len(prompt) - 1) // self._page_size  # the last token is computed
         num_new = len(prompt) - num_pages * self._page_size
         self._waiting[row] = _Waiting(num_new, leader.row if leader else None)

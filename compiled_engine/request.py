@@ -23,6 +23,9 @@ MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 16
 MAX_TOP_K = 2**31 - 1
 MAX_GRAMMAR_CHARS = 128 * 1024
+MAX_LOGPROBS = 20
+# Of one prompt: entries of all its positions together, the token's own included.
+MAX_PROMPT_LOGPROB_ENTRIES = 1 << 20
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 PRIORITY_MIN, PRIORITY_MAX = -(2**15), 2**15 - 1
 
@@ -70,6 +73,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_tokens: generated tokens at most; None means up to the model's length.
         ignore_eos: end-of-sequence tokens do not end the answer, unless a grammar is given.
         grammar: what the answer must look like; it also decides where the answer may end.
+        logprobs: with each generated token its log probability and those of so many likeliest ones,
+            in [0, 20]; None for none. They are the model's own: before temperature, penalties, bias
+            and grammar.
+        prompt_logprobs: the same for the prompt's tokens.
+        logprob_start: the prompt's tokens behind this position are meant; those up to it may come
+            from the prefix cache. Only with `prompt_logprobs`.
 
     Raises:
         InvalidRequestError: a value is out of range; names the field, the value and the limit.
@@ -90,6 +99,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: int | None = None
     ignore_eos: bool = False
     grammar: GrammarSpec | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_start: int = 0
 
     def __post_init__(self) -> None:
         _check_range("temperature", self.temperature, 0.0, 100.0)
@@ -114,7 +126,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 "min_tokens cannot be combined with a grammar, which decides where the answer ends",
                 param="min_tokens",
             )
+        self._check_logprobs()
         self._check_lists()
+
+    def _check_logprobs(self) -> None:
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_range("logprob_start", self.logprob_start, 0, 2**31 - 1)
+        if self.logprob_start and self.prompt_logprobs is None:
+            raise InvalidRequestError("logprob_start needs prompt_logprobs", param="logprob_start")
 
     def _check_lists(self) -> None:
         _check_length("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
@@ -174,6 +196,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         error: message for the client where finish_reason is "error".
         is_refusal: the error is the client's: the request cannot be honoured as it stands.
+        logprobs: a `logprob_data` record for each of `token_ids`, if the request asked for them.
+        prompt_logprobs: likewise for the prompt behind `logprob_start`; all with the first token.
     """
 
     request_id: int
@@ -182,6 +206,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     error: str | None = None
     is_refusal: bool = False
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
 
 
 def validate_request(request: Request, limits: ModelLimits) -> None:
@@ -211,9 +237,28 @@ def validate_request(request: Request, limits: ModelLimits) -> None:
             code="context_length_exceeded",
         )
     _check_range("priority", request.priority, PRIORITY_MIN, PRIORITY_MAX)
+    _check_prompt_logprobs(params, num_prompt_tokens)
     check_token_ids("prompt", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", params.logit_bias, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+
+
+def _check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:
+    if params.prompt_logprobs is None:
+        return
+    if params.logprob_start >= num_prompt_tokens:
+        raise InvalidRequestError(
+            f"logprob_start is {params.logprob_start}, but the prompt has {num_prompt_tokens} "
+            "tokens",
+            param="logprob_start",
+        )
+    num_entries = (num_prompt_tokens - params.logprob_start) * (params.prompt_logprobs + 1)
+    if num_entries > MAX_PROMPT_LOGPROB_ENTRIES:
+        raise InvalidRequestError(
+            f"prompt_logprobs is {params.prompt_logprobs} for {num_prompt_tokens} prompt tokens: "
+            f"{num_entries} entries, of at most {MAX_PROMPT_LOGPROB_ENTRIES} that are allowed",
+            param="prompt_logprobs",
+        )
 
 
 def check_token_ids(

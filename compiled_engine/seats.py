@@ -1,12 +1,30 @@
-"""What the loop must know of every seat to read a step's record, as arrays by row."""
+"""What the loop knows of every seat: all of it, and what reading a step's record takes, by row."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from compiled_engine.outbox import FLAG_EMITTED
+from compiled_engine.request import Request
+from compiled_engine.sampler import Variant
+
+
+@dataclass
+class Seat:
+    """A request in a row, from submit until the row is FREE again."""
+
+    request: Request
+    row: int
+    gen: int
+    max_len: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    variant: Variant
+    num_prompt: int
+    is_over: bool = False  # finished or aborted: no more events
 
 
 class Started(NamedTuple):

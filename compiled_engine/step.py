@@ -19,6 +19,14 @@ from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.graphs import StepGraphs
 from compiled_engine.compile.torch_compat import mark_any_size
 from compiled_engine.custom_ops import LayerCache, PagedContext
+from compiled_engine.layout import StepInputs
+from compiled_engine.logprobs import (
+    MIN_CHUNK,
+    LogprobOutbox,
+    prompt_records,
+    row_records,
+    scored_places,
+)
 from compiled_engine.models import CausalLM
 from compiled_engine.outbox import (
     MIN_FREE_RECORDS,
@@ -55,6 +63,14 @@ class StepKey(NamedTuple):
     is_mixed: bool
     variant: Variant
     is_masked: bool = False  # rows with a grammar are sampled under their masks
+    num_top: int = 0  # likeliest tokens recorded with each sampled one; 0 records nothing
+    num_scored: int = 0  # prompt positions to score, at most; such steps are not captured
+    num_score_top: int = 0  # likeliest tokens recorded with each of them
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the step makes log probabilities."""
+        return self.num_top > 0 or self.num_scored > 0
 
 
 class StepExecutor:
@@ -94,6 +110,7 @@ class StepExecutor:
         self._mask_upload = MaskUpload(self.mask_bits, shape.max_masks)
         queue = RingOutbox if pieces.scheduler == "cuda" else Outbox
         self.outbox: RecordQueue = queue(shape.max_rows + 1, self.device)
+        self.logprobs = LogprobOutbox(shape.max_rows + 1, self.device)
         self._layers = list(zip(model.layers, caches, strict=True))
         self._places = torch.arange(shape.max_tokens, device=self.device)
         self._budgets: dict[int, Tensor] = {}
@@ -134,6 +151,7 @@ class StepExecutor:
         if self.reads_plans:
             with torch.no_grad():
                 self._run_here(inbox, param_inbox, key)
+            self._note_launch(key)
             return
         assert self._upload is not None, "launched before warm_up"
         is_sent = self._upload.send(inbox, param_inbox, has_entries=has_entries)
@@ -141,16 +159,22 @@ class StepExecutor:
             with torch.no_grad():
                 self.pieces.apply_params(self.params, self._upload.param_inbox)
         self._run(key)
+        self._note_launch(key)
+
+    def _note_launch(self, key: StepKey) -> None:
         self.outbox.note_launch()
+        if key.has_logprobs:
+            self.logprobs.note_launch(key.num_top, key.num_score_top)
 
     def _run(self, key: StepKey) -> None:
-        if self._graphs is not None and key in self._graphs:
-            self._graphs.replay(key)
+        graphs = None if key.num_scored else self._graphs
+        if graphs is not None and key in graphs:
+            graphs.replay(key)
             return
         with torch.no_grad():
-            self._enqueue(key, survives=self.survives_out_of_memory and self._graphs is None)
-            if self._graphs is not None:
-                self._graphs.capture(key, lambda: self._enqueue(key))
+            self._enqueue(key, survives=self.survives_out_of_memory and graphs is None)
+            if graphs is not None:
+                graphs.capture(key, lambda: self._enqueue(key))
 
     def key_of(self, num_tokens: int, variant: Variant, *, is_mixed: bool) -> StepKey:
         """The key of the smallest step that has `num_tokens` places."""
@@ -170,13 +194,15 @@ class StepExecutor:
                 survives=self.survives_out_of_memory,
             )
         self.pieces.end(self.state, step_plan, sampled, self.outbox)
-        self.outbox.note_launch()
 
     def _compute(self, step_plan: Plan, key: StepKey, *, survives: bool) -> Sampled:
         """Model and sampler. Where memory runs out and it `survives`, rows stay where they are."""
         try:
-            logits, seq_rows = self._run_model(step_plan, key)
-            return self._sample(key, logits, seq_rows)
+            version = self.pieces.version(key.num_tokens, is_mixed=key.is_mixed)
+            residual, inputs = self._run_layers(step_plan, key.num_tokens, version)
+            if key.num_scored:
+                self._score_prompts(key, residual, inputs)
+            return self._sample(key, *self._logits(residual, inputs))
         except torch.OutOfMemoryError:
             if not survives:
                 raise
@@ -232,18 +258,41 @@ class StepExecutor:
         self.pieces.end(self.state, step_plan, sampled, self.outbox)
 
     def _sample(self, key: StepKey, logits: Tensor, seq_rows: Tensor) -> Sampled:
+        allowed = logits
         if key.is_masked:
-            logits = mask_logits(logits, self.mask_bits, self.state.grammar, seq_rows)
-        return self.pieces.sample[key.variant](self.state, self.params, logits, seq_rows)
+            allowed = mask_logits(logits, self.mask_bits, self.state.grammar, seq_rows)
+        sampled = self.pieces.sample[key.variant](self.state, self.params, allowed, seq_rows)
+        if key.num_top:
+            # Of what the model gave, whatever the row's sampler made of it.
+            vocab_size = self.pieces.vocab_size
+            made = row_records(logits, sampled.tokens, seq_rows, vocab_size, key.num_top)
+            self.logprobs.stage_rows(made)
+        return sampled
 
-    def _run_model(self, step_plan: Plan, key: StepKey) -> tuple[Tensor, Tensor]:
-        """Logits [S, vocab] and rows [S] of the S = min(T, R) sequence places."""
-        version = self.pieces.version(key.num_tokens, is_mixed=key.is_mixed)
-        return self._run_version(step_plan, key.num_tokens, version, is_warm_up=False)
+    def _score_prompts(self, key: StepKey, residual: Tensor, inputs: StepInputs) -> None:
+        scored = scored_places(
+            self.shape, self.state, inputs.token_rows, inputs.positions, key.num_scored
+        )
+        if scored.places.shape[0]:
+            made = prompt_records(
+                scored,
+                residual,
+                self.pieces.head,
+                self.pieces.vocab_size,
+                key.num_score_top,
+                max(MIN_CHUNK, self.shape.max_rows),
+            )
+            self.logprobs.stage_prompt(made)
 
-    def _run_version(
-        self, step_plan: Plan, num_tokens: int, version: LayerVersion, *, is_warm_up: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _run_layers(
+        self,
+        step_plan: Plan,
+        num_tokens: int,
+        version: LayerVersion,
+        *,
+        is_warm_up: bool = False,
+    ) -> tuple[Tensor, StepInputs]:
+        """Residual [T, hidden] behind the last layer, and where its tokens stand."""
         is_marked = is_warm_up and not self.driver.is_eager
         places = self._places[:num_tokens]
         if is_marked:
@@ -267,9 +316,15 @@ class StepExecutor:
                 varying = (residual, *rotary, ctx.slot_mapping, ctx.token_rows, ctx.positions)
                 self.pieces.mark_sizes(version, varying, ctx.work)
             (residual,) = layer(key, static, shared, residual)
-        num_seqs = min(num_tokens, self.shape.max_rows)
+        return residual, inputs
+
+    def _logits(
+        self, residual: Tensor, inputs: StepInputs, *, is_warm_up: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [S, vocab] and rows [S] of the S = min(T, R) sequence places."""
+        num_seqs = min(residual.shape[0], self.shape.max_rows)
         residual = residual[inputs.logits_indices[:num_seqs]]
-        if is_marked:
+        if is_warm_up and not self.driver.is_eager:
             residual = self._any_size(residual)
         return self.pieces.head(residual), inputs.seq_rows[:num_seqs]
 
@@ -327,7 +382,8 @@ class StepExecutor:
             named[f"state {index}"] = tensor
         assert self._upload is not None
         found = {name: tensor.data_ptr() for name, tensor in named.items()}
-        return {**found, "inbox": self._upload.address, "masks": self.mask_bits.data_ptr()}
+        found |= {"inbox": self._upload.address, "masks": self.mask_bits.data_ptr()}
+        return found | {"logprobs": self.logprobs.staged.data_ptr()}
 
     # --- before the first request ---------------------------------------------------------
 
@@ -360,7 +416,8 @@ class StepExecutor:
         for done, version in enumerate(self.pieces.versions, start=1):
             on_piece(f"model, {_size_name(version)}", done, total)
             size = _example_size(version)
-            logits, seq_rows = self._run_version(step_plan, size, version, is_warm_up=True)
+            made = self._run_layers(step_plan, size, version, is_warm_up=True)
+            logits, seq_rows = self._logits(*made, is_warm_up=True)
         done = 1 + len(self.pieces.versions)
         for variant in Variant:
             on_piece(f"sampler, {variant.name.lower()}", done + variant, total)
@@ -379,7 +436,8 @@ class StepExecutor:
     def keys(self) -> list[StepKey]:
         """The steps that are captured before the first request, largest first.
 
-        Those that need penalties, a bias or masks are captured when a request first asks for them.
+        Those that need penalties, a bias, masks or log probabilities are captured when a request
+        first asks for them.
         """
         most_few = max((v.high for v in self.pieces.versions if v.is_decode), default=0)
         wanted = []

@@ -21,12 +21,16 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
         token_ids: the new tokens.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         ends: place -> why the request at that place ended.
+        logprobs: request id -> what `TokenEvent.logprobs` holds, of those that asked.
+        prompt_logprobs: likewise.
     """
 
     request_ids: bytes = b""
     token_ids: bytes = b""
     num_cached_tokens: bytes = b""
     ends: dict[int, FinishReason] = {}
+    logprobs: dict[int, bytes] = {}
+    prompt_logprobs: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(memoryview(self.request_ids).cast("q"))
@@ -35,4 +39,12 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
         columns = (self.request_ids, self.token_ids, self.num_cached_tokens)
         rows = zip(*(memoryview(column).cast("q").tolist() for column in columns), strict=True)
         for place, (request_id, token_id, num_cached) in enumerate(rows):
-            yield TokenEvent(request_id, [token_id], self.ends.get(place), num_cached)
+            event = TokenEvent(request_id, [token_id], self.ends.get(place), num_cached)
+            yield self._with_logprobs(event) if request_id in self.logprobs else event
+
+    def _with_logprobs(self, event: TokenEvent) -> TokenEvent:
+        return msgspec.structs.replace(
+            event,
+            logprobs=self.logprobs[event.request_id],
+            prompt_logprobs=self.prompt_logprobs.get(event.request_id, b""),
+        )

@@ -31,6 +31,7 @@ MAX_CANDIDATES = 8192
 def _scan_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
+    chosen: tl.tensor,
     sums: tl.tensor,
     values: tl.tensor,
     ids: tl.tensor,
@@ -40,10 +41,10 @@ def _scan_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Per tile: its `k` largest logits and their ids [S, tiles, k], and sums [S, tiles, 2].
+    """Per tile: its `k` largest logits and their ids [S, tiles, k], and sums [S, tiles, 3].
 
-    Grid: places x tiles. The sums are the maximum m and the sum of exp(x - m). Places that a short
-    tile cannot fill get NO_ID.
+    Grid: places x tiles. The sums are the maximum m, the sum of exp(x - m), and how many logits
+    are larger than the chosen one's. Places that a short tile cannot fill get NO_ID.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -51,10 +52,13 @@ def _scan_kernel(
     place = program // num_tiles
     token = program % num_tiles * TILE + tl.arange(0, TILE)
     is_real = token < vocab_size
-    x = loaded(logits + place.to(tl.int64) * row_stride + token, is_real)
+    row = logits + place.to(tl.int64) * row_stride
+    x = loaded(row + token, is_real)
+    picked = loaded(row + tl.load(chosen + place), True)
     top = tl.max(x)
-    tl.store(sums + program * 2, top)
-    tl.store(sums + program * 2 + 1, tl.sum(tl.where(is_real, tl.exp(x - top), 0.0)))
+    tl.store(sums + program * 3, top)
+    tl.store(sums + program * 3 + 1, tl.sum(tl.where(is_real, tl.exp(x - top), 0.0)))
+    tl.store(sums + program * 3 + 2, tl.sum(tl.where(is_real & (x > picked), 1.0, 0.0)))
     is_open = is_real
     for i in range(k):
         best, best_id = first_of_max(x, token, is_open)
@@ -74,6 +78,7 @@ def _merge_kernel(
     out_ids: tl.tensor,
     out_logprobs: tl.tensor,
     out_chosen: tl.tensor,
+    out_rank: tl.tensor,
     num_tiles: tl.tensor,
     k: tl.tensor,
     TILES: tl.constexpr,
@@ -86,11 +91,13 @@ def _merge_kernel(
     place = tl.program_id(0)
     tile = tl.arange(0, TILES)
     is_tile = tile < num_tiles
-    part = sums + (place * num_tiles + tile) * 2
+    part = sums + (place * num_tiles + tile) * 3
     maxima = tl.load(part, mask=is_tile, other=LOWEST)
     top = tl.max(maxima)
     total = tl.sum(tl.load(part + 1, mask=is_tile, other=0.0) * tl.exp(maxima - top))
     normalizer = top + log_of(total)
+    num_larger = tl.sum(tl.load(part + 2, mask=is_tile, other=0.0))
+    tl.store(out_rank + place, num_larger.to(tl.int32) + 1)
     token = tl.load(chosen + place)
     x = tl.load(logits + place.to(tl.int64) * row_stride + token).to(tl.float32)
     tl.store(out_chosen + place, x - normalizer)
@@ -128,7 +135,7 @@ def default_tile(vocab_size: int) -> int:
     return tile
 
 
-def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, ...]:
     """As `top_logprobs_reference`, which also serves what `unsupported_reason` names."""
     if unsupported_reason(logits, chosen, k) is not None:
         return top_logprobs_reference(logits, chosen, k)
@@ -137,29 +144,31 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
 
 def launch(
     logits: Tensor, chosen: Tensor, k: int, *, tile: int = 0, is_pdl: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Runs the kernels on arguments they support; `tile` 0: `default_tile`."""
     num_places, vocab_size = logits.shape
     device = logits.device
     out_ids = torch.empty(num_places, k, dtype=torch.int32, device=device)
     out_logprobs = torch.empty(num_places, k, dtype=torch.float32, device=device)
     out_chosen = torch.empty(num_places, dtype=torch.float32, device=device)
+    out_rank = torch.empty(num_places, dtype=torch.int32, device=device)
     if not num_places:
-        return out_ids, out_logprobs, out_chosen
+        return out_ids, out_logprobs, out_chosen, out_rank
+    chosen = chosen.contiguous()
     tile = tile or default_tile(vocab_size)
     num_tiles = triton.cdiv(vocab_size, tile)
-    sums = torch.empty(num_places, num_tiles, 2, dtype=torch.float32, device=device)
+    sums = torch.empty(num_places, num_tiles, 3, dtype=torch.float32, device=device)
     values = torch.empty(num_places, num_tiles, k, dtype=torch.float32, device=device)
     ids = torch.empty(num_places, num_tiles, k, dtype=torch.int32, device=device)
     is_pdl = is_pdl and has_pdl(device)
     switches = {"PDL": is_pdl, "launch_pdl": is_pdl}
     _scan_kernel[(num_places * num_tiles,)](
-        logits, logits.stride(0), sums, values, ids, vocab_size, num_tiles, k, TILE=tile,
+        logits, logits.stride(0), chosen, sums, values, ids, vocab_size, num_tiles, k, TILE=tile,
         num_warps=max(4, tile // 1024), **switches,
     )  # fmt: skip
     _merge_kernel[(num_places,)](
-        logits, logits.stride(0), sums, values, ids, chosen.contiguous(), out_ids, out_logprobs,
-        out_chosen, num_tiles, k, TILES=triton.next_power_of_2(num_tiles),
+        logits, logits.stride(0), sums, values, ids, chosen, out_ids, out_logprobs,
+        out_chosen, out_rank, num_tiles, k, TILES=triton.next_power_of_2(num_tiles),
         CANDIDATES=triton.next_power_of_2(num_tiles * k), num_warps=4, **switches,
     )  # fmt: skip
-    return out_ids, out_logprobs, out_chosen
+    return out_ids, out_logprobs, out_chosen, out_rank

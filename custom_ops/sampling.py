@@ -209,7 +209,9 @@ def sample_rows_reference(
     return tokens[:, None], stops[:, None]
 
 
-def top_logprobs_reference(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_logprobs_reference(
+    logits: Tensor, chosen: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log probabilities of the `k` likeliest tokens, and of the chosen ones.
 
     Args:
@@ -219,18 +221,28 @@ def top_logprobs_reference(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tens
 
     Returns:
         Ids [S, k] i32 from the likeliest on, equal ones by id; their log probabilities [S, k] fp32;
-        the log probability of `chosen` [S] fp32.
+        the log probability of `chosen` [S] fp32; its rank [S] i32, 1 + the number of tokens that
+        are likelier.
     """
-    logprobs = torch.log_softmax(logits.float(), -1)
-    # Of the logits: rounding can make equal log probabilities of different ones.
-    ids = (
-        logits.float()
-        .sort(dim=-1, descending=True, stable=True)
-        .indices[:, :k]
-        .clone(memory_format=torch.contiguous_format)
-    )
-    picked = logprobs.gather(1, chosen.long()[:, None]).squeeze(1)
-    return ids.int(), logprobs.gather(1, ids), picked
+    scores = logits.float()
+    vocab_size = scores.shape[1]
+    top = scores.amax(-1, keepdim=True)
+    normalizer = (scores - top).exp().sum(-1, keepdim=True).log()
+    # Of the logits: rounding can make equal log probabilities of different ones. The lowest id wins
+    # among equals, so it is part of what is compared; adding 0 makes one zero of two.
+    bits = (scores + 0.0).view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    column = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    ids = vocab_size - 1 - ((order | column).topk(k).values & 0xFFFFFFFF)
+    picked = scores.gather(1, chosen.long()[:, None])
+    rank = (scores > picked).sum(1, dtype=torch.int32) + 1
+    best = scores.gather(1, ids) - top - normalizer
+    return ids.int(), best, (picked - top - normalizer).squeeze(1), rank
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log probabilities of the likeliest and of the chosen tokens; see the reference."""
+    return torch.ops.ce.top_logprobs.default(logits, chosen, k)
 
 
 def _settings_examples(
@@ -282,13 +294,13 @@ def _fake_rows(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return tokens, logits.new_empty((num_rows, 1), dtype=torch.bool)
 
 
-def _fake_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, ...]:
     places = logits.shape[0]
-    ids = logits.new_empty((places, k), dtype=torch.int32)
     return (
-        ids,
+        logits.new_empty((places, k), dtype=torch.int32),
         logits.new_empty((places, k), dtype=torch.float32),
         logits.new_empty(places, dtype=torch.float32),
+        logits.new_empty(places, dtype=torch.int32),
     )
 
 
@@ -311,7 +323,7 @@ SAMPLE_ROWS = define_op(
     is_expandable=False,
 )
 TOP_LOGPROBS = define_op(
-    "top_logprobs(Tensor logits, Tensor chosen, int k) -> (Tensor, Tensor, Tensor)",
+    "top_logprobs(Tensor logits, Tensor chosen, int k) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=top_logprobs_reference,
     fake=_fake_logprobs,
     example_inputs=_logprob_examples,
@@ -331,7 +343,7 @@ def _sample_rows_cuda(*args: Any) -> tuple[Tensor, Tensor]:
     return sample_rows(*args)
 
 
-def _top_logprobs_cuda(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _top_logprobs_cuda(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, ...]:
     from compiled_engine.custom_ops.logprobs_triton import top_logprobs
 
     return top_logprobs(logits, chosen, k)

@@ -15,6 +15,7 @@ from torch import Tensor
 # Tensors of the scheduler's state, in the order of its flattened NamedTuples.
 STATE_TENSORS = (
     "state", "priority", "arrival", "gen", "salt", "num_prompt", "max_len", "grammar",
+    "score_from",
     "num_tokens", "num_computed", "mask_pos", "pub_ok", "num_cached",
     "owned", "block_table", "ref", "uid", "parent_uid", "index_slot", "page_tokens",
     "ring", "ring_pos", "head", "tail", "uid_next", "tkey", "tpage", "num_free", "num_free_cached",

@@ -41,6 +41,8 @@ class Mailbox:
                 num_cached_tokens=max(earlier.num_cached_tokens, event.num_cached_tokens),
                 error=event.error,
                 is_refusal=event.is_refusal,
+                logprobs=earlier.logprobs + event.logprobs,
+                prompt_logprobs=earlier.prompt_logprobs + event.prompt_logprobs,
             )
         self._pending = event
         self._wake()

@@ -41,7 +41,7 @@ class Layer:
     lazily: tuple[str, ...] = ()
 
 
-BASE = ("errors", "config", "request", "token_batch", "counters")
+BASE = ("errors", "config", "request", "token_batch", "logprob_data", "counters")
 TEXT = ("ipc", "tokenizer", "detokenizer", "chat_template")
 # The first row that matches a module is its row.
 LAYERS: tuple[Layer, ...] = (
@@ -70,6 +70,7 @@ LAYERS: tuple[Layer, ...] = (
             "grammar",
             "grammar_compiler",
             "grammar_rows",
+            "logprobs",
             "loop_stats",
         ),
         own=True,
@@ -81,6 +82,7 @@ LAYERS: tuple[Layer, ...] = (
             "pieces",
             "prefix_guess",
             "seats",
+            "logprob_rows",
             "upload",
             "step",
             "step_times",

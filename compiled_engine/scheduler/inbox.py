@@ -23,6 +23,7 @@ from compiled_engine.scheduler.state import (
     ERROR_MASK_WITHOUT_GRAMMAR,
     ERROR_SUBMIT_TO_USED_ROW,
     FREE,
+    NO_SCORES,
     RETRACTED,
     WAITING,
     SchedulerShape,
@@ -34,7 +35,8 @@ from compiled_engine.scheduler.token_store import pop_token_pages
 class Inbox(NamedTuple):
     """One step's entries; the first column of each table is 1 for a real entry."""
 
-    # [max_submits, 9] i64: real, row, gen, arrival, priority, salt, num_prompt, max_len, grammar
+    # [max_submits, 10] i64: real, row, gen, arrival, priority, salt, num_prompt, max_len, grammar,
+    # score_from
     submits: Tensor
     pieces: Tensor  # [max_pieces, 5] i64: real, row, index of the token page, length, salt
     piece_tokens: Tensor  # [max_pieces, token_page_size] i32
@@ -54,6 +56,7 @@ class SubmitEntry:
     prompt: list[int] = field(repr=False)
     max_len: int
     grammar: bool = False
+    score_from: int = NO_SCORES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,7 @@ class InboxBuilder:
         prompt: list[int],
         max_len: int,
         grammar: bool = False,
+        score_from: int = NO_SCORES,
     ) -> None:
         """Queues a request; `prompt` has at least one token and fits `max_len - 1`."""
         assert 0 < len(prompt) < max_len <= self.shape.max_model_len, (len(prompt), max_len)
@@ -116,6 +120,7 @@ class InboxBuilder:
             prompt=prompt,
             max_len=max_len,
             grammar=grammar,
+            score_from=score_from,
         )
         self._submits.append(entry)
 
@@ -177,11 +182,12 @@ class InboxBuilder:
 
     def _tensors(self, entries: dict[str, list[Any]]) -> Inbox:
         shape = self.shape
-        submits = np.zeros((shape.max_submits, 9), np.int64)
+        submits = np.zeros((shape.max_submits, 10), np.int64)
         submits[:, 1] = shape.max_rows
         for i, s in enumerate(entries.get("submits", [])):
             submits[i] = (
                 1, s.row, s.gen, s.arrival, s.priority, s.salt, len(s.prompt), s.max_len, s.grammar,
+                s.score_from,
             )  # fmt: skip
         pieces = np.zeros((shape.max_pieces, 5), np.int64)
         pieces[:, 1] = shape.max_rows
@@ -251,7 +257,8 @@ def _store_pieces(shape: SchedulerShape, state: SchedulerState, inbox: Inbox) ->
 
 
 def _apply_submits(shape: SchedulerShape, state: SchedulerState, submits: Tensor) -> None:
-    real, row, gen, arrival, priority, salt, num_prompt, max_len, grammar = submits.unbind(1)
+    real, row, gen, arrival, priority, salt, num_prompt, max_len, *rest = submits.unbind(1)
+    grammar, score_from = rest
     is_real = (real == 1) & (state.state[row] == FREE)
     dropped = ((real == 1) & ~is_real).sum().int()
     state.error[ERROR_SUBMIT_TO_USED_ROW : ERROR_SUBMIT_TO_USED_ROW + 1].add_(dropped)
@@ -269,6 +276,7 @@ def _apply_submits(shape: SchedulerShape, state: SchedulerState, submits: Tensor
     put(state.num_prompt, num_prompt)
     put(state.max_len, max_len)
     put(state.grammar, grammar)
+    put(state.score_from, score_from)
     put(state.num_tokens, num_prompt)
     put(state.num_computed, 0)
     put(state.mask_pos, -1)

@@ -56,7 +56,8 @@ def match(
     view = row_pages(shape, state, candidates)
     key = page_key(shape, view.chain)  # [A, P]
     found = lookup(shape, group, key, view.tokens)
-    limit = (state.num_tokens[candidates].long() - 1).clamp_min(0) // shape.page_size
+    reusable = torch.minimum(state.num_tokens[candidates] - 1, state.score_from[candidates])
+    limit = reusable.long().clamp_min(0) // shape.page_size
     uid = group.uid[found.page]
     root = -(state.salt[candidates] + 1)
     before = torch.cat((root[:, None], uid[:, :-1]), 1)

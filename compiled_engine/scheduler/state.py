@@ -9,6 +9,7 @@ take) and `advance` (tokens, publish, transitions); read by `layout`, `sampler` 
 |---|---|---|---|
 | state | R+1 i8 | inbox, release, admit, advance | all |
 | priority, arrival, gen, salt, num_prompt, max_len, grammar | R+1 | inbox | order, match, stop |
+| score_from | R+1 i32 | inbox | match, logprobs |
 | num_tokens (known), num_computed (KV written) | R+1 i32 | inbox, admit, release, advance | all |
 | mask_pos | R+1 i32 | inbox | budget, unblock |
 | pub_ok | R+1 bool | admit, publish | publish, deferral |
@@ -57,6 +58,8 @@ NUM_ERROR_KINDS = 4
 # Ring positions are absolute and may move below the start; -1 must stay outside their range.
 RING_START = 1 << 40
 NO_POSITION = -1
+# `score_from` of a row that wants no log probabilities of its prompt.
+NO_SCORES = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +172,7 @@ class SchedulerState(NamedTuple):
     num_prompt: Tensor  # i32
     max_len: Tensor  # i32, prompt plus answer at most
     grammar: Tensor  # bool
+    score_from: Tensor  # i32, prompt positions from here on are computed and scored, never reused
     num_tokens: Tensor  # i32, tokens known
     num_computed: Tensor  # i32, tokens whose KV is written
     mask_pos: Tensor  # i32, position whose grammar mask is here, -1
@@ -205,6 +209,7 @@ def new_state(shape: SchedulerShape, device: torch.device | str = "cpu") -> Sche
         num_prompt=row(torch.int32),
         max_len=row(torch.int32),
         grammar=row(torch.bool),
+        score_from=row(torch.int32, NO_SCORES),
         num_tokens=row(torch.int32),
         num_computed=row(torch.int32),
         mask_pos=row(torch.int32, -1),

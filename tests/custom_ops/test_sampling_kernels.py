@@ -83,5 +83,23 @@ def test_top_logprobs_equal_the_reference(vocab):
     got = torch.ops.ce.top_logprobs.default(logits, chosen, 20)
     expected = top_logprobs_reference(logits, chosen, 20)
     assert torch.equal(got[0], expected[0])
-    for a, b in zip(got[1:], expected[1:], strict=True):
+    assert torch.equal(got[3], expected[3])
+    for a, b in zip(got[1:3], expected[1:3], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("rows", "width", "k"), [(1, 1, 1), (5, 33, 20), (3, 1003, 5), (2, 9, 0)])
+def test_top_logprobs_are_log_softmax_by_a_stable_sort(rows, width, k):
+    """Ties go to the lowest id, and two zeros are one; forbidden tokens come last."""
+    logits = (torch.randn(rows, width + 3) * 2).round()[:, :width]
+    logits[0, : width // 2] = -0.0
+    logits[-1, width - 1] = float("-inf") if width > 1 else 0.0
+    chosen = torch.arange(rows) % width
+    ids, best, picked, rank = top_logprobs_reference(logits, chosen, k)
+    logprobs = logits.double().log_softmax(-1)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(ids.long(), order)
+    torch.testing.assert_close(best.double(), logprobs.gather(1, order), rtol=1e-6, atol=1e-6)
+    wanted = logprobs.gather(1, chosen[:, None]).squeeze(1)
+    torch.testing.assert_close(picked.double(), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(rank.long(), (logprobs > wanted[:, None]).sum(1) + 1)

@@ -81,6 +81,8 @@ def test_more_of_everything_than_threads(order):
                 gens[row] += 1
                 prompt = [rng.randrange(2) for _ in range(rng.randint(1, 14))]
                 fields = {"priority": rng.randrange(-2, 3), "salt": rng.randrange(2)}
+                if rng.random() < 0.2:
+                    fields["score_from"] = rng.randrange(len(prompt))
                 arrival = step * shape.max_rows + row
                 engine.builder.submit(
                     row=row, gen=gens[row], arrival=arrival, prompt=prompt, max_len=16,

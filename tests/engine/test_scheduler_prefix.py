@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.python_scheduler import PythonPlan, RowState
+from tests.helpers.python_scheduler import NO_SCORES, PythonPlan, RowState
 from tests.helpers.scheduler_harness import random_case, run, run_both
 from tests.helpers.scheduler_pair import Pair, TensorEngine, small_shape
 from tests.helpers.scheduler_traffic import Request, Traffic
@@ -187,3 +187,15 @@ def test_cold_and_warm_runs_give_equal_texts():
         cold_shape, _ = random_case(seed, prefix_caching=False)
         calm = Traffic(seed=seed, requests=traffic.requests, budgets=traffic.budgets)
         assert run(shape, calm).finished == run(cold_shape, calm).finished
+
+
+def test_scored_row_computes_what_it_scores():
+    """It reuses whole pages up to its first scored position, and shares what it computed anew."""
+    pair = make_pair()
+    prompt = list(range(10, 23))
+    serve(pair, prompt, 14)
+    for score_from, num_cached in ((0, 0), (7, 4), (8, 8), (12, 12), (NO_SCORES, 12)):
+        plan = serve(pair, prompt, 14, score_from=score_from)
+        assert plan.give[0] == len(prompt) - num_cached
+    num_published = sum(uid > 0 for uid in pair.oracle.pool.uid)
+    assert num_published == 3, "pages computed twice must be kept once"

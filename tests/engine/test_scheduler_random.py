@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from compiled_engine.scheduler.state import SchedulerShape
 from tests.helpers.python_pool import PublishEntry
-from tests.helpers.python_scheduler import PythonScheduler, RowState
+from tests.helpers.python_scheduler import NO_SCORES, PythonScheduler, RowState
 from tests.helpers.scheduler_harness import random_case, run, run_both
 from tests.helpers.scheduler_pair import Pair, TensorEngine, small_shape
 from tests.helpers.scheduler_snapshot import tensor_snapshot
@@ -105,6 +105,7 @@ def requests(draw: st.DrawFn, max_len: int, count: int) -> tuple[Request, ...]:
                 priority=draw(st.integers(-1, 1)),
                 salt=draw(st.integers(0, 1)),
                 grammar=draw(st.booleans()),
+                score_from=draw(st.sampled_from((NO_SCORES, NO_SCORES, 0, 2))),
                 vocab=2,
                 stop_every=draw(st.sampled_from((0, 4))),
             )

@@ -31,7 +31,8 @@ def assert_holds(device: DeviceInbox, inbox, params) -> None:
 def test_upload_brings_every_field():
     builder, device = made()
     assert_holds(device, builder.take()[0], build_param_inbox(SHAPE, []))
-    builder.submit(row=3, gen=2, arrival=9, priority=-4, salt=1 << 60, prompt=[5] * 30, max_len=40)
+    fields = {"gen": 2, "arrival": 9, "priority": -4, "salt": 1 << 60, "score_from": 7}
+    builder.submit(row=3, prompt=[5] * 30, max_len=40, **fields)
     builder.abort(row=1, gen=1)
     builder.mask(row=0, gen=1, position=7)
     inbox, _ = builder.take()

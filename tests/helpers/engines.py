@@ -38,12 +38,16 @@ class Run:
         tokens: generated ids by request, in the order of the prompts.
         reasons: finish reasons likewise.
         cached: cached prompt tokens likewise.
+        logprobs: records of the generated tokens likewise.
+        prompt_logprobs: records of the prompts likewise.
     """
 
     def __init__(self, count: int) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.reasons: list[str | None] = [None] * count
         self.cached = [0] * count
+        self.logprobs = [b""] * count
+        self.prompt_logprobs = [b""] * count
 
 
 def run_requests(
@@ -89,6 +93,8 @@ def _collect(result: Run, events: list[Any]) -> None:
         result.tokens[index].extend(event.token_ids)
         result.reasons[index] = event.finish_reason
         result.cached[index] = event.num_cached_tokens
+        result.logprobs[index] += event.logprobs
+        result.prompt_logprobs[index] += event.prompt_logprobs
 
 
 def assert_idle(engine: Engine) -> None:

@@ -167,7 +167,8 @@ def check_logprobs() -> None:
         got = logprobs_triton.launch(logits, chosen, k, tile=32)
         expected = top_logprobs_reference(logits, chosen, k)
         assert torch.equal(got[0], expected[0])
-        for a, b in zip(got[1:], expected[1:], strict=True):
+        assert torch.equal(got[3], expected[3])
+        for a, b in zip(got[1:3], expected[1:3], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert logprobs_triton.unsupported_reason(logits, chosen, 0) is not None
     assert logprobs_triton.unsupported_reason(logits, chosen, 21) is not None

@@ -36,6 +36,9 @@ RESIDENT = (RowState.PREFILL, RowState.DECODE, RowState.BLOCKED)
 LIVE = (RowState.WAITING, *RESIDENT, RowState.RETRACTED)
 ENDED = (RowState.FINISHED, RowState.ABORTING)
 
+# Of a row whose prompt is not scored.
+NO_SCORES = 2**31 - 1
+
 SUBMIT_TO_USED_ROW, MASK_WITHOUT_GRAMMAR, TOKENS_TO_IDLE_ROW, NO_TOKEN_PAGE = range(4)
 
 
@@ -89,6 +92,7 @@ class PythonRow:
     num_prompt: int = 0
     max_len: int = 0
     grammar: bool = False
+    score_from: int = NO_SCORES
     tokens: list[int] = field(default_factory=list)
     links: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -179,7 +183,7 @@ class PythonScheduler:
         if row.state is not RowState.FREE:
             self.errors[SUBMIT_TO_USED_ROW] += 1
             return
-        fields = ("gen", "arrival", "priority", "salt", "max_len", "grammar")
+        fields = ("gen", "arrival", "priority", "salt", "max_len", "grammar", "score_from")
         values = {name: getattr(entry, name) for name in fields}
         tokens = list(entry.prompt)  # type: ignore[attr-defined]
         self.rows[row.index] = PythonRow(
@@ -250,7 +254,7 @@ class PythonScheduler:
     def _match_limit(self, row: PythonRow) -> int:
         if not self.shape.prefix_caching:
             return 0
-        return (row.num_tokens - 1) // self.shape.page_size
+        return min(row.num_tokens - 1, row.score_from) // self.shape.page_size
 
     def page_tokens(self, row: PythonRow, index: int) -> tuple[int, ...]:
         """Returns the tokens of page `index` of the row's text."""

@@ -14,7 +14,7 @@ from typing import Any
 from compiled_engine.scheduler.state import SchedulerShape
 from tests.helpers.python_scheduler import PythonScheduler
 from tests.helpers.scheduler_pair import Pair, TensorEngine, small_shape
-from tests.helpers.scheduler_traffic import Host, Traffic, random_requests
+from tests.helpers.scheduler_traffic import Host, Traffic, random_requests, with_scores
 
 
 class StuckError(AssertionError):
@@ -154,6 +154,7 @@ def random_case(seed: int, **changes: Any) -> tuple[SchedulerShape, Traffic]:
         grammar_rate=rng.choice((0.0, 0.0, 0.5)),
         gap=rng.choice((0.0, 1.0, 3.0)),
     )
+    requests = with_scores(random.Random(-1 - seed), requests)
     is_steady = rng.random() < 0.5
     traffic = Traffic(
         seed=seed,

@@ -20,6 +20,11 @@ from tests.helpers.scheduler_keys import to_signed
 if TYPE_CHECKING:
     from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
 
+# Fields of a row that its submit sets and nothing changes.
+SUBMITTED = (
+    "priority", "arrival", "gen", "salt", "num_prompt", "max_len", "grammar", "score_from",
+)  # fmt: skip
+
 
 @dataclass
 class Snapshot:
@@ -67,7 +72,7 @@ def _oracle_row(row: PythonRow) -> dict[str, Any]:
         "mask_pos": row.mask_pos,
         "num_cached": row.num_cached,
     }
-    for name in ("priority", "arrival", "gen", "salt", "num_prompt", "max_len", "grammar"):
+    for name in SUBMITTED:
         picture[name] = getattr(row, name)
     if row.state in RESIDENT:
         picture["pub_ok"] = row.pub_ok
@@ -116,7 +121,7 @@ def _tensor_rows(shape: SchedulerShape, state: SchedulerState) -> dict[int, dict
     group = state.groups[0]
     owned, table = group.owned.tolist(), group.block_table.tolist()
     names = ["state", "num_tokens", "num_computed", "mask_pos", "num_cached", "pub_ok"]
-    names += ["priority", "arrival", "gen", "salt", "num_prompt", "max_len", "grammar"]
+    names += SUBMITTED
     columns = {name: getattr(state, name).tolist() for name in names}
     token_table = state.token_table.tolist()
     texts, links = state.token_pages.tolist(), state.chain.tolist()

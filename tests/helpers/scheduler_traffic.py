@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from tests.helpers.python_scheduler import PythonScheduler, RowState
+from tests.helpers.python_scheduler import NO_SCORES, PythonScheduler, RowState
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Request:
     priority: int = 0
     salt: int = 0
     grammar: bool = False
+    score_from: int = NO_SCORES
     vocab: int = 3
     stop_every: int = 0
 
@@ -87,6 +88,7 @@ class SimpleSubmit:
     prompt: list[int]
     max_len: int
     grammar: bool
+    score_from: int = NO_SCORES
 
 
 @dataclass
@@ -213,6 +215,7 @@ class Host:
                 prompt=list(request.prompt),
                 max_len=request.max_len,
                 grammar=request.grammar,
+                score_from=request.score_from,
             )
 
     def _push_aborts(self, oracle: PythonScheduler) -> None:
@@ -250,6 +253,18 @@ class Host:
             self.sink.mask(index, self.gens[index] - 1, row.num_tokens)
         elif row.grammar and row.gen == self.gens[index] and row.num_tokens > 1:
             self.sink.mask(index, row.gen, self.random.randrange(row.num_tokens))
+
+
+def with_scores(rng: random.Random, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """The requests, of which in one case of three about half want their prompts scored."""
+    if rng.random() > 0.33:
+        return requests
+    return tuple(
+        replace(request, score_from=rng.randrange(len(request.prompt)))
+        if rng.random() < 0.5
+        else request
+        for request in requests
+    )
 
 
 def random_requests(

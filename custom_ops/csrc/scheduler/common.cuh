@@ -43,6 +43,7 @@ struct State {
     i32* num_prompt;
     i32* max_len;
     bool* grammar;
+    i32* score_from;
     i32* num_tokens;
     i32* num_computed;
     i32* mask_pos;

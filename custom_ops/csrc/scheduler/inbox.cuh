@@ -6,7 +6,8 @@ constexpr i32 kMaxPieces = 256;
 
 // The first column of each table is 1 for a real entry; see Inbox in scheduler/inbox.py.
 struct Inbox {
-    const i64* submits;       // real, row, gen, arrival, priority, salt, num_prompt, max_len, grammar
+    const i64* submits;       // real, row, gen, arrival, priority, salt, num_prompt, max_len, grammar,
+                              // score_from
     const i64* pieces;        // real, row, index of the token page, length, salt
     const i32* piece_tokens;  // [max_pieces, token_page_size]
     const i64* aborts;        // real, row, gen
@@ -26,7 +27,7 @@ struct InboxShared {
 // Whether a real entry is among what this thread looks at.
 DEVICE bool has_entry(const Inbox& inbox) {
     bool found = false;
-    FOR_EACH(i, inbox.max_submits) found |= inbox.submits[i * 9] == 1;
+    FOR_EACH(i, inbox.max_submits) found |= inbox.submits[i * 10] == 1;
     FOR_EACH(i, inbox.max_pieces) found |= inbox.pieces[i * 5] == 1;
     FOR_EACH(i, inbox.max_aborts) found |= inbox.aborts[i * 3] == 1;
     FOR_EACH(i, inbox.max_masks) found |= inbox.masks[i * 4] == 1;
@@ -127,7 +128,7 @@ DEVICE void link_pieces(const State& s, const Inbox& inbox, InboxShared& shared)
 
 DEVICE void apply_submits(const State& s, const Inbox& inbox) {
     FOR_EACH(i, inbox.max_submits) {
-        const i64* entry = inbox.submits + i * 9;
+        const i64* entry = inbox.submits + i * 10;
         if (entry[0] != 1) continue;
         i64 row = entry[1];
         if (s.state[row] != FREE) {
@@ -142,6 +143,7 @@ DEVICE void apply_submits(const State& s, const Inbox& inbox) {
         s.num_prompt[row] = (i32)entry[6];
         s.max_len[row] = (i32)entry[7];
         s.grammar[row] = entry[8] != 0;
+        s.score_from[row] = (i32)entry[9];
         s.num_tokens[row] = (i32)entry[6];
         s.num_computed[row] = 0;
         s.mask_pos[row] = -1;

@@ -107,8 +107,8 @@ DEVICE void match_segment(const State& s, i32 row, i32 base, i32 limit, i32* mat
 //   rows[count]: candidates; limit[count], matched[count]: written; all in shared memory
 DEVICE void prefix_match(const State& s, const i32* rows, i32 count, i32* limit, i32* matched) {
     FOR_EACH(c, count) {
-        i32 known = s.num_tokens[rows[c]] - 1;
-        limit[c] = known > 0 ? known / s.page_size : 0;
+        i32 reusable = min(s.num_tokens[rows[c]] - 1, s.score_from[rows[c]]);
+        limit[c] = reusable > 0 ? reusable / s.page_size : 0;
         matched[c] = s.prefix_caching ? limit[c] : 0;
     }
     __syncthreads();
