@@ -67,6 +67,19 @@ class DetokenizerFactory:
             return _ByteLevelDetokenizer(self._backend, skipped)
         return _PieceDetokenizer(self._backend, skipped, self._byte_token_ids, self._anchor_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token spells by itself, behind other text; b"" for an id without a token."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return _token_bytes(token)
+        if token_id in self._byte_token_ids:
+            return bytes([int(token[3:5], 16)])
+        anchor = self._backend.decode([self._anchor_id], skip_special_tokens=False)
+        text = self._backend.decode([self._anchor_id, token_id], skip_special_tokens=False)
+        return text[len(anchor) :].encode()
+
 
 class _ByteLevelDetokenizer:
     """Concatenates the bytes that tokens spell and decodes them as UTF-8."""

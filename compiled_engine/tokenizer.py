@@ -124,6 +124,23 @@ class Tokenizer:
         """Text of all `ids` at once; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token spells by itself; special tokens spell their names."""
+        return self._detokenizers.token_bytes(token_id)
+
+    def text_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Where in `text` each token of `encode` begins, in characters (code points).
+
+        Tokens that the tokenizer adds take no room; those of one character begin together.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        starts, end = [], 0
+        for begin, token_end in encoding.offsets:
+            # White space that the tokenizer leaves out of its ranges belongs to the token behind.
+            starts.append(min(begin, end) if token_end > begin else end)
+            end = max(end, token_end)
+        return starts
+
     @property
     def chat_template_text(self) -> str:
         """The source of all chat templates, to recognise a model family by."""

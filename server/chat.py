@@ -19,6 +19,7 @@ from compiled_engine.server.calls import CALLER, Caller
 from compiled_engine.server.chat_request import (
     ToolUse,
     chat_max_tokens,
+    chat_num_top,
     template_kwargs,
     template_messages,
     tool_use,
@@ -33,6 +34,7 @@ from compiled_engine.server.generation import (
     read_request,
     usage_of,
 )
+from compiled_engine.server.logprobs import ListedToken, chat_logprobs, prompt_logprobs
 from compiled_engine.server.parsers.events import (
     CallArguments,
     CallStart,
@@ -57,17 +59,29 @@ from compiled_engine.server.protocol import (
 from compiled_engine.server.sse import json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.tool_grammar import answer_grammar
-from compiled_engine.server.validation import Sampling, validate_sampling
+from compiled_engine.server.validation import (
+    Sampling,
+    refuse_streamed_prompt,
+    validate_sampling,
+    with_logprobs,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCall:
-    """One valid call and the values all its chunks share."""
+    """One valid call and the values all its chunks share.
+
+    Attributes:
+        num_top: likeliest tokens to list with each token of the content; None lists no tokens.
+        num_prompt_top: the same for the prompt.
+    """
 
     sampling: Sampling
     runs: list[ChoiceRun]
     caller: Caller
     head: ChatChunk
+    num_top: int | None = None
+    num_prompt_top: int | None = None
 
     def chunk(self, choices: list[ChatChunkChoice], *, with_usage: bool) -> ChatChunk:
         """A chunk of the stream; `with_usage` in the last one only."""
@@ -98,9 +112,13 @@ async def prepare_chat(
 ) -> ChatCall:
     """Checks, renders and tokenises a request; raises EngineError for what is wrong with it."""
     state.check_model(body.model)
+    refuse_streamed_prompt(body)
     sampling = validate_sampling(
         body, state.default_sampling, max_n=state.config.max_n, max_tokens=chat_max_tokens(body)
     )
+    num_top = chat_num_top(body)
+    with field_called("logprobs", "top_logprobs"):
+        sampling = with_logprobs(sampling, tokens=num_top, prompt=body.prompt_logprobs)
     chat_format = state.chat_format
     use = tool_use(body)
     messages = template_messages(body.messages)
@@ -149,6 +167,8 @@ async def prepare_chat(
         ),
         caller=caller,
         head=_new_head(state.model_name),
+        num_top=num_top,
+        num_prompt_top=body.prompt_logprobs,
     )
 
 
@@ -184,6 +204,7 @@ def _answer_format(
         new_parser=partial(chat_format.new_parser, schemas, prompt=prompt, continued=continued),
         markers=chat_format.markers(with_tools=use is not None),
         max_calls=1 if use and not use.is_parallel else None,
+        lists_all_tokens=False,
     )
 
 
@@ -227,10 +248,12 @@ def _new_call_id() -> str:
 
 async def _whole(state: ServerState, call: ChatCall) -> ChatResponse:
     answers = [_Answer() for _ in call.runs]
+    listed: list[list[ListedToken]] = [[] for _ in call.runs]
     choices: dict[int, ChatChoice] = {}
     async with generate(state, call.runs, call.caller) as pieces:
         async for piece in pieces:
             answers[piece.index].take(piece)
+            listed[piece.index] += piece.logprobs
             if piece.finish_reason is not None:
                 choices[piece.index] = ChatChoice(
                     piece.index,
@@ -238,13 +261,25 @@ async def _whole(state: ServerState, call: ChatCall) -> ChatResponse:
                     piece.finish_reason,
                     piece.stop_reason,
                 )
-    return ChatResponse(
+    for index, choice in choices.items():
+        if call.num_top is not None:
+            choice.logprobs = chat_logprobs(state.tokenizer, listed[index], call.num_top)
+        if call.sampling.return_token_ids:
+            choice.token_ids = call.runs[index].token_ids
+    response = ChatResponse(
         id=call.head.id,
         created=call.head.created,
         model=call.head.model,
         choices=[choices[i] for i in range(len(call.runs))],
         usage=usage_of(call.runs, call.sampling.n),
     )
+    run = call.runs[0]
+    if call.sampling.return_token_ids:
+        response.prompt_token_ids = run.request.prompt_token_ids
+    if call.num_prompt_top is not None:
+        make = partial(prompt_logprobs, state.tokenizer, run.prompt_records, call.num_prompt_top)
+        response.prompt_logprobs = await state.in_text_pool(make)
+    return response
 
 
 async def _chunks(state: ServerState, call: ChatCall) -> AsyncGenerator[ChatChunk, None]:
@@ -255,15 +290,36 @@ async def _chunks(state: ServerState, call: ChatCall) -> AsyncGenerator[ChatChun
             if piece.index not in started:
                 started.add(piece.index)
                 opening = ChatChunkChoice(piece.index, ChatDelta(role="assistant", content=""))
-                yield call.chunk([opening], with_usage=sampling.continuous_usage)
-            for choice in _choices(piece):
+                chunk = call.chunk([opening], with_usage=sampling.continuous_usage)
+                if sampling.return_token_ids:
+                    chunk.prompt_token_ids = call.runs[0].request.prompt_token_ids
+                yield chunk
+            for choice in _choices(state, call, piece):
                 yield call.chunk([choice], with_usage=sampling.continuous_usage)
     if sampling.include_usage:
         yield call.chunk([], with_usage=True)
 
 
-def _choices(piece: Piece) -> list[ChatChunkChoice]:
+def _choices(state: ServerState, call: ChatCall, piece: Piece) -> list[ChatChunkChoice]:
     """The chunks of a piece: one for each run of text and each part of a call."""
+    has_token_ids = call.sampling.return_token_ids and piece.token_ids
+    deltas = _deltas(piece)
+    if not deltas and (piece.finish_reason is not None or has_token_ids or piece.logprobs):
+        deltas.append(ChatDelta())
+    choices = [ChatChunkChoice(piece.index, delta) for delta in deltas]
+    if choices:
+        choices[-1].finish_reason = piece.finish_reason
+        choices[-1].stop_reason = piece.stop_reason
+    if has_token_ids:
+        choices[0].token_ids = list(piece.token_ids)
+    if piece.logprobs and call.num_top is not None:
+        with_text = [choice for choice in choices if choice.delta.content is not UNSET]
+        last = (with_text or choices)[-1]
+        last.logprobs = chat_logprobs(state.tokenizer, piece.logprobs, call.num_top)
+    return choices
+
+
+def _deltas(piece: Piece) -> list[ChatDelta]:
     deltas: list[ChatDelta] = []
     for event in piece.events:
         if isinstance(event, Content):
@@ -277,10 +333,4 @@ def _choices(piece: Piece) -> list[ChatChunkChoice]:
         elif isinstance(event, CallArguments):
             part = DeltaToolCall(event.index, AnswerFunction(arguments=event.text))
             deltas.append(ChatDelta(tool_calls=[part]))
-    if piece.finish_reason is not None and not deltas:
-        deltas.append(ChatDelta())
-    choices = [ChatChunkChoice(piece.index, delta) for delta in deltas]
-    if choices:
-        choices[-1].finish_reason = piece.finish_reason
-        choices[-1].stop_reason = piece.stop_reason
-    return choices
+    return deltas

@@ -156,6 +156,22 @@ def chat_max_tokens(request: ChatRequest) -> int | None:
     return older if newer is None else newer
 
 
+def chat_num_top(request: ChatRequest) -> int | None:
+    """The likeliest tokens to list with each token of the answer; None lists none.
+
+    Raises:
+        InvalidRequestError: a number is given, but `logprobs` is not true.
+    """
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs is {request.top_logprobs}, but logprobs is not true",
+            param="top_logprobs",
+        )
+    return None
+
+
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: text content, arguments as objects.
 

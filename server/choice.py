@@ -6,11 +6,13 @@ strings are searched in the answer's text only, not in reasoning and not in tool
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from compiled_engine.errors import EngineError, EngineUnavailableError, InvalidRequestError
+from compiled_engine.logprob_data import TokenLogprob, read_records
 from compiled_engine.request import Request, TokenEvent
+from compiled_engine.server.logprobs import ListedToken, TokenTrace
 from compiled_engine.server.parsers.answer import Parser
 from compiled_engine.server.parsers.events import CallEnd, CallStart, Content, Event, merged
 from compiled_engine.server.protocol import ChoiceFinishReason
@@ -27,11 +29,26 @@ class Piece:
     events: list[Event]
     finish_reason: ChoiceFinishReason | None = None
     stop_reason: str | int | None = None
+    token_ids: Sequence[int] = ()  # generated tokens that this event added
+    logprobs: Sequence[ListedToken] = ()  # of tokens of the text
 
     @property
     def text(self) -> str:
         """Text of the answer."""
         return "".join(event.text for event in self.events if isinstance(event, Content))
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of one choice as one."""
+    last = pieces[-1]
+    return Piece(
+        last.index,
+        merged(event for piece in pieces for event in piece.events),
+        last.finish_reason,
+        last.stop_reason,
+        [token_id for piece in pieces for token_id in piece.token_ids],
+        [token for piece in pieces for token in piece.logprobs],
+    )
 
 
 def _no_parser() -> None:
@@ -46,11 +63,13 @@ class AnswerFormat:
         new_parser: makes a parser for one choice; without one all text is the answer's.
         markers: special tokens that the parser must see.
         max_calls: tool calls after which the answer ends.
+        lists_all_tokens: log probabilities list tokens without text too.
     """
 
     new_parser: Callable[[], Parser | None] = _no_parser
     markers: frozenset[str] = frozenset()
     max_calls: int | None = None
+    lists_all_tokens: bool = True
 
 
 class ChoiceRun:
@@ -65,6 +84,8 @@ class ChoiceRun:
             for.
         cache_key: the client's `prompt_cache_key`.
         token_ids: the generated tokens that `num_tokens` counts.
+        records: log probabilities of `token_ids`, if they were asked for.
+        prompt_records: those of the prompt behind the position they were asked from.
         is_finished: whether the last piece was made.
     """
 
@@ -86,7 +107,13 @@ class ChoiceRun:
         self.num_truncated_tokens: int | None = None
         self.cache_key = sampling.cache_key
         self.token_ids: list[int] = []
+        self.records: list[TokenLogprob] = []
+        self.prompt_records: list[TokenLogprob] = []
         self.is_finished = False
+        self._is_prompt_only = sampling.is_prompt_only
+        self._trace = None
+        if params.logprobs is not None:
+            self._trace = TokenTrace(tokenizer, lists_all=answer.lists_all_tokens)
         self._include_stop = sampling.include_stop
         self._grammar_field = sampling.grammar_field
         self._end_token_ids = {*params.stop_token_ids, *tokenizer.eos_token_ids}
@@ -116,43 +143,88 @@ class ChoiceRun:
         if event.finish_reason == "abort":
             raise EngineUnavailableError(event.error or "the engine gave the request up")
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
+        self._take_prompt(event)
+        if self._is_prompt_only:
+            self.is_finished = event.finish_reason is not None
+            return Piece(self.index, [], "length" if self.is_finished else None)
         out: list[Event] = []
-        is_ended = self._push_tokens(event, out)
-        self.token_ids += event.token_ids[: self.num_tokens - len(self.token_ids)]
+        records = self._records(event)
+        is_ended = self._push_tokens(event, out, records)
+        token_ids = event.token_ids[: self.num_tokens - len(self.token_ids)]
+        self.token_ids += token_ids
+        self.records += records[: len(token_ids)]
         if not is_ended and event.finish_reason is not None:
-            is_ended = self._push_text(self._detokenizer.finish(), out, is_last=True)
+            is_ended = self._push_rest(out)
             if not is_ended:
                 self._flush(out)
         self.is_finished = is_ended or event.finish_reason is not None
         stop_reason = self._matched if is_ended else self._stop_token(event)
         finish = self._finish_reason(event, is_ended=is_ended) if self.is_finished else None
-        return Piece(self.index, merged(out), finish, stop_reason)
+        events = merged(out)
+        listed = self._listed(events)
+        return Piece(self.index, events, finish, stop_reason, token_ids, listed)
+
+    def _take_prompt(self, event: TokenEvent) -> None:
+        if event.prompt_logprobs:
+            params = self.request.params
+            scored = self.request.prompt_token_ids[params.logprob_start + 1 :]
+            self.prompt_records = read_records(
+                event.prompt_logprobs, scored, params.prompt_logprobs or 0
+            )
+
+    def _records(self, event: TokenEvent) -> list[TokenLogprob]:
+        num_top = self.request.params.logprobs
+        if num_top is None:
+            return []
+        return read_records(event.logprobs, event.token_ids, num_top)
+
+    def _listed(self, events: list[Event]) -> list[ListedToken]:
+        if self._trace is None:
+            return []
+        num_chars = sum(len(event.text) for event in events if isinstance(event, Content))
+        is_cut = self._matched is not None
+        return self._trace.release(num_chars, is_last=self.is_finished, is_cut=is_cut)
 
     def _finish_reason(self, event: TokenEvent, *, is_ended: bool) -> ChoiceFinishReason:
         if event.finish_reason == "length" and not is_ended:
             return "length"
         return "tool_calls" if self._num_calls else "stop"
 
-    def _push_tokens(self, event: TokenEvent, out: list[Event]) -> bool:
+    def _push_tokens(
+        self, event: TokenEvent, out: list[Event], records: Sequence[TokenLogprob]
+    ) -> bool:
         """Adds the event's text to `out`; returns whether the answer ended inside it."""
         token_ids = event.token_ids
         num_shown = len(token_ids)
         if self._ended_by_token(event) and not self._include_stop:
             num_shown -= 1
-        if not self.request.params.stop and self._parser is None:
+        if not self.request.params.stop and self._parser is None and self._trace is None:
             out.append(Content(self._detokenizer.push(token_ids[:num_shown])))
             self.num_tokens += len(token_ids)
             return False
-        for token_id in token_ids[:num_shown]:
+        for place, token_id in enumerate(token_ids[:num_shown]):
             # One by one, since usage counts tokens up to the end, and those of reasoning.
             self.num_tokens += 1
             was_reasoning = self._is_reasoning
-            is_ended = self._push_text(self._detokenizer.push([token_id]), out)
+            text = self._detokenizer.push([token_id])
+            if self._trace is not None:
+                self._trace.push(records[place], text)
+            is_ended = self._push_text(text, out)
             self.num_reasoning_tokens += was_reasoning or self._is_reasoning
             if is_ended:
                 return True
+        if self._trace is not None:
+            for record in records[num_shown:]:
+                self._trace.push_hidden(record)
         self.num_tokens += len(token_ids) - num_shown
         return False
+
+    def _push_rest(self, out: list[Event]) -> bool:
+        """What the detokeniser and the parser hold back, at the end of the tokens."""
+        text = self._detokenizer.finish()
+        if self._trace is not None:
+            self._trace.add_text(text)
+        return self._push_text(text, out, is_last=True)
 
     @property
     def has_parser(self) -> bool:
@@ -164,11 +236,13 @@ class ChoiceRun:
         return self._parser is not None and self._parser.is_reasoning
 
     def _push_text(self, text: str, out: list[Event], *, is_last: bool = False) -> bool:
-        if self._parser is None:
-            return self._push_content(text, out)
-        events = self._parser.feed(text)
-        if is_last:
-            events += self._parser.finish()
+        events: list[Event] = [Content(text)]
+        if self._parser is not None:
+            events = self._parser.feed(text)
+            if is_last:
+                events += self._parser.finish()
+        if self._trace is not None:
+            self._trace.claim(events)
         for event in events:
             if isinstance(event, Content):
                 if self._push_content(event.text, out):

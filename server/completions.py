@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from compiled_engine.errors import InvalidRequestError
+from compiled_engine.logprob_data import TokenLogprob
 from compiled_engine.server.admission import Permit
 from compiled_engine.server.calls import CALLER, Caller
-from compiled_engine.server.choice import ChoiceRun
+from compiled_engine.server.choice import ChoiceRun, Piece, joined
 from compiled_engine.server.generation import (
     build_runs,
     call_scope,
     encode_bound,
+    field_called,
     generate,
     read_request,
     usage_of,
 )
+from compiled_engine.server.logprobs import completion_logprobs, prompt_logprobs, token_offsets
 from compiled_engine.server.prompts import encode_prompts
 from compiled_engine.server.protocol import (
     CompletionChoice,
@@ -37,19 +42,42 @@ from compiled_engine.server.validation import (
     Sampling,
     completion_prompts,
     num_prompts,
+    refuse_streamed_prompt,
     validate_sampling,
+    with_logprobs,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Echo:
+    """The prompt in front of an answer; without `echo` there is none.
+
+    Attributes:
+        text: as the client gave it, or decoded.
+        offsets: the character where each of its tokens begins; empty without log probabilities.
+    """
+
+    text: str = ""
+    offsets: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One valid call: its sequences, and the text each starts with where `echo` is asked for."""
+    """One valid call.
+
+    Attributes:
+        echoes: what each sequence starts with.
+        num_top: likeliest tokens to list with each token; None lists no tokens.
+        num_prompt_top: the same for `prompt_logprobs`.
+    """
 
     sampling: Sampling
     runs: list[ChoiceRun]
-    echoes: list[str]
+    echoes: list[_Echo]
     caller: Caller
     head: CompletionResponse
+    num_top: int | None
+    num_prompt_top: int | None
 
     def chunk(self, choices: list[CompletionChoice], *, with_usage: bool) -> CompletionResponse:
         usage: Usage | UnsetType | None = UNSET
@@ -76,9 +104,8 @@ async def _prepare(
     state: ServerState, body: CompletionRequest, permit: Permit, caller: Caller
 ) -> _Call:
     state.check_model(body.model)
-    sampling = validate_sampling(
-        body, state.default_sampling, max_n=state.config.max_n, max_tokens=body.max_tokens
-    )
+    num_top = _num_top(body)
+    sampling = _sampling(state, body, num_top)
     # Before the items are looked at, since a body has room for millions of them.
     permit.extend_requests(num_prompts(body) * sampling.n)
     prompts = completion_prompts(body)
@@ -92,18 +119,22 @@ async def _prepare(
             add_special_tokens=body.add_special_tokens is not False,
         )
     )
-    runs = build_runs(
-        state,
-        sampling,
-        prompt_ids,
-        permit=permit,
-        limits=limits,
-        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-        prompt_field="prompt",
-    )
-    echoes = [""] * len(prompts)
+    is_echoed = body.prompt_logprobs is None
+    with field_called("prompt_logprobs", "logprobs" if is_echoed else "prompt_logprobs"):
+        runs = build_runs(
+            state,
+            sampling,
+            prompt_ids,
+            permit=permit,
+            limits=limits,
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+            prompt_field="prompt",
+        )
+    echoes = [_Echo()] * len(prompts)
     if body.echo:
-        echoes = await state.in_text_pool(partial(_echoes, state, prompts, sampling))
+        kept = [run.request.prompt_token_ids for run in runs[:: sampling.n]]
+        make = partial(_echo, state, body, sampling, has_offsets=num_top is not None)
+        echoes = await state.in_text_pool(lambda: list(map(make, prompts, kept)))
     return _Call(
         sampling=sampling,
         runs=runs,
@@ -115,44 +146,117 @@ async def _prepare(
             model=state.model_name,
             choices=[],
         ),
+        num_top=num_top,
+        num_prompt_top=body.prompt_logprobs,
     )
 
 
-def _echoes(
-    state: ServerState, prompts: Sequence[str | list[int]], sampling: Sampling
-) -> list[str]:
-    return [
-        prompt
-        if isinstance(prompt, str)
-        else state.tokenizer.decode(prompt, skip_special_tokens=sampling.skip_special_tokens)
-        for prompt in prompts
-    ]
+def _num_top(body: CompletionRequest) -> int | None:
+    if body.logprobs is True:
+        raise InvalidRequestError(
+            "logprobs is true; a number of likeliest tokens is meant, 0 to 20", param="logprobs"
+        )
+    return None if body.logprobs is False else body.logprobs
+
+
+def _sampling(state: ServerState, body: CompletionRequest, num_top: int | None) -> Sampling:
+    refuse_streamed_prompt(body)
+    wants_prompt = bool(body.echo) or body.prompt_logprobs is not None
+    is_prompt_only = body.max_tokens == 0 and wants_prompt
+    sampling = validate_sampling(
+        body,
+        state.default_sampling,
+        max_n=state.config.max_n,
+        max_tokens=1 if is_prompt_only else body.max_tokens,
+    )
+    of_prompt = [body.prompt_logprobs, num_top if body.echo else None]
+    prompt = max((number for number in of_prompt if number is not None), default=None)
+    sampling = with_logprobs(sampling, tokens=num_top, prompt=prompt)
+    return replace(sampling, is_prompt_only=is_prompt_only)
+
+
+def _echo(
+    state: ServerState,
+    body: CompletionRequest,
+    sampling: Sampling,
+    prompt: str | list[int],
+    kept: list[int],
+    *,
+    has_offsets: bool,
+) -> _Echo:
+    """The echo of a prompt, of whose tokens those at the end were `kept`."""
+    tokenizer, skips = state.tokenizer, sampling.skip_special_tokens
+    if isinstance(prompt, str):
+        text, offsets = prompt, []
+        if has_offsets:
+            adds = body.add_special_tokens is not False
+            offsets = tokenizer.text_offsets(prompt, add_special_tokens=adds)
+    else:
+        text, offsets = tokenizer.decode(prompt, skip_special_tokens=skips), []
+        if has_offsets:
+            offsets = token_offsets(tokenizer, prompt, skip_special_tokens=skips)
+    return _Echo(text=text, offsets=offsets[-len(kept) :])
+
+
+def _listed(state: ServerState, call: _Call, piece: Piece, *, is_first: bool) -> Any:
+    """The log probabilities that go out with a piece; the prompt's with the first one."""
+    if call.num_top is None:
+        return None
+    echo, run = call.echoes[piece.index], call.runs[piece.index]
+    tokens: list[tuple[int, TokenLogprob | None, int]] = []
+    if is_first and echo.offsets:
+        records = [None, *run.prompt_records]
+        tokens += zip(run.request.prompt_token_ids, records, echo.offsets, strict=True)
+    begin = len(echo.text)
+    tokens += [(t.record.token_id, t.record, begin + t.offset) for t in piece.logprobs]
+    return completion_logprobs(state.tokenizer, tokens, call.num_top)
+
+
+def _choice(state: ServerState, call: _Call, piece: Piece, *, is_first: bool) -> CompletionChoice:
+    """A piece as a choice; of a whole answer, or of a stream."""
+    run = call.runs[piece.index]
+    choice = CompletionChoice(
+        piece.index,
+        (call.echoes[piece.index].text if is_first else "") + piece.text,
+        piece.finish_reason,
+        piece.stop_reason,
+        _listed(state, call, piece, is_first=is_first),
+    )
+    if call.sampling.return_token_ids:
+        choice.token_ids = list(piece.token_ids)
+        if is_first:
+            choice.prompt_token_ids = run.request.prompt_token_ids
+    if call.num_prompt_top is not None:
+        choice.prompt_logprobs = prompt_logprobs(
+            state.tokenizer, run.prompt_records, call.num_prompt_top
+        )
+    return choice
 
 
 async def _whole(state: ServerState, call: _Call) -> CompletionResponse:
-    texts = [[echo] for echo in call.echoes]
-    choices: dict[int, CompletionChoice] = {}
+    parts: list[list[Piece]] = [[] for _ in call.runs]
     async with generate(state, call.runs, call.caller) as pieces:
         async for piece in pieces:
-            texts[piece.index].append(piece.text)
-            if piece.finish_reason is not None:
-                choices[piece.index] = CompletionChoice(
-                    piece.index,
-                    "".join(texts[piece.index]),
-                    piece.finish_reason,
-                    piece.stop_reason,
-                )
-    return call.chunk([choices[i] for i in range(len(call.runs))], with_usage=True)
+            parts[piece.index].append(piece)
+
+    def choices() -> list[CompletionChoice]:
+        return [_choice(state, call, joined(part), is_first=True) for part in parts]
+
+    is_long = call.sampling.params.prompt_logprobs is not None
+    made = await state.in_text_pool(choices) if is_long else choices()
+    return call.chunk(made, with_usage=True)
 
 
 async def _chunks(state: ServerState, call: _Call) -> AsyncGenerator[CompletionResponse, None]:
-    unsent = dict(enumerate(call.echoes))
+    unsent = set(range(len(call.runs)))
     sampling = call.sampling
     async with generate(state, call.runs, call.caller) as pieces:
         async for piece in pieces:
-            text = unsent.pop(piece.index, "") + piece.text
-            if text or piece.finish_reason is not None:
-                choice = CompletionChoice(piece.index, text, piece.finish_reason, piece.stop_reason)
+            is_first = piece.index in unsent
+            choice = _choice(state, call, piece, is_first=is_first)
+            has_tokens = choice.token_ids or (choice.logprobs and choice.logprobs.tokens)
+            if choice.text or has_tokens or piece.finish_reason is not None:
+                unsent.discard(piece.index)
                 yield call.chunk([choice], with_usage=sampling.continuous_usage)
     if sampling.include_usage:
         yield call.chunk([], with_usage=True)

@@ -25,9 +25,11 @@ from compiled_engine.server.generation import (
     generate,
     read_request,
 )
+from compiled_engine.server.logprobs import token_text
 from compiled_engine.server.native_protocol import (
     NativeAnswer,
     NativeFinish,
+    NativeLogprob,
     NativeMeta,
     NativeRequest,
     NativeSampling,
@@ -36,14 +38,17 @@ from compiled_engine.server.prompts import encode_prompts
 from compiled_engine.server.protocol import GenerationRequest
 from compiled_engine.server.sse import json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
-from compiled_engine.server.validation import Sampling, convert, validate_sampling
+from compiled_engine.server.validation import (
+    Sampling,
+    convert,
+    validate_sampling,
+    with_logprobs,
+)
 
 DEFAULT_NEW_TOKENS = 128
 MAX_RID_CHARS = 128
 # Known fields that cannot be honoured, besides their neutral values.
 _REFUSED = (
-    "return_logprob",
-    "top_logprobs_num",
     "token_ids_logprob",
     "return_hidden_states",
     "input_embeds",
@@ -57,6 +62,8 @@ _REFUSED = (
 _REFUSED_SAMPLING = ("custom_params",)
 # Fields of `NativeSampling` that have another name everywhere else.
 _RENAMED = {
+    "logprob_start_len": "logprob_start",
+    "top_logprobs_num": "logprobs",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
@@ -73,12 +80,16 @@ class _Call:
 
     Attributes:
         is_list: the answer is a list, since the prompt was one or n is more than 1.
+        num_top: likeliest tokens to list with each token; None lists no tokens.
+        has_text: put the tokens' text into these lists.
     """
 
     sampling: Sampling
     runs: list[ChoiceRun]
     caller: Caller
     is_list: bool
+    num_top: int | None
+    has_text: bool
 
 
 class _Prompts(NamedTuple):
@@ -124,9 +135,17 @@ async def _prepare(
         cache_salt=body.cache_salt if body.extra_key is None else body.extra_key,
         **given,
     )
+    num_top = _num_top(body)
+    is_prompt_only = num_top is not None and shared.max_tokens == 0
     with _native_names():
         sampling = validate_sampling(
-            shared, state.default_sampling, max_n=state.config.max_n, max_tokens=shared.max_tokens
+            shared,
+            state.default_sampling,
+            max_n=state.config.max_n,
+            max_tokens=1 if is_prompt_only else shared.max_tokens,
+        )
+        sampling = dataclasses.replace(
+            _with_logprobs(sampling, body, num_top), is_prompt_only=is_prompt_only
         )
     native_names = {other: native for native, other in _RENAMED.items()}
     field = native_names.get(sampling.grammar_field, sampling.grammar_field)
@@ -153,8 +172,30 @@ async def _prepare(
             default_max_tokens=DEFAULT_NEW_TOKENS,
             prompt_field=prompts.field,
         )
-    is_list = prompts.are_list or sampling.n > 1
-    return _Call(sampling=sampling, runs=runs, caller=caller, is_list=is_list)
+    return _Call(
+        sampling=sampling,
+        runs=runs,
+        caller=caller,
+        is_list=prompts.are_list or sampling.n > 1,
+        num_top=num_top,
+        has_text=bool(body.return_text_in_logprobs),
+    )
+
+
+def _num_top(body: NativeRequest) -> int | None:
+    if body.return_logprob:
+        return body.top_logprobs_num or 0
+    for name, neutral in (("top_logprobs_num", 0), ("logprob_start_len", -1)):
+        if getattr(body, name) not in (None, neutral):
+            raise InvalidRequestError(f"{name} needs return_logprob", param=name)
+    return None
+
+
+def _with_logprobs(sampling: Sampling, body: NativeRequest, num_top: int | None) -> Sampling:
+    start = -1 if body.logprob_start_len is None else body.logprob_start_len
+    if num_top is None or start == -1:
+        return with_logprobs(sampling, tokens=num_top, prompt=None)
+    return with_logprobs(sampling, tokens=num_top, prompt=num_top, start=start)
 
 
 def _refuse(body: NativeRequest) -> None:
@@ -190,6 +231,7 @@ def _sampling_fields(params: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
 def _native_names() -> Iterator[None]:
     """Errors in the block name fields as the client spelled them."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(field_called("prompt_logprobs", "top_logprobs_num"))
         for native, field in _RENAMED.items():
             stack.enter_context(field_called(field, native))
         yield
@@ -219,8 +261,9 @@ def _prompts(body: NativeRequest) -> _Prompts:
 
 
 def _answer(
-    state: ServerState, call: _Call, run: ChoiceRun, text: str, piece: Piece
+    state: ServerState, call: _Call, text: str, piece: Piece, *, is_first: bool
 ) -> NativeAnswer:
+    run = call.runs[piece.index]
     finish = None
     if piece.finish_reason is not None:
         finish = NativeFinish(piece.finish_reason)
@@ -240,17 +283,45 @@ def _answer(
         weight_version=state.config.weight_version,
         e2e_latency=time.perf_counter() - call.caller.started_s if is_over else UNSET,
     )
+    if call.num_top is not None:
+        _add_logprobs(state, call, run, meta)
+        if is_first if call.sampling.stream else is_over:
+            _add_prompt_logprobs(state, call, run, meta)
     index = run.index if call.is_list else UNSET
     return NativeAnswer(text, run.token_ids, meta, index)
 
 
+def _entry(state: ServerState, call: _Call, token_id: int, logprob: float | None) -> NativeLogprob:
+    text = token_text(state.tokenizer, token_id) if call.has_text else None
+    return logprob, token_id, text
+
+
+def _add_logprobs(state: ServerState, call: _Call, run: ChoiceRun, meta: NativeMeta) -> None:
+    entry = partial(_entry, state, call)
+    meta.output_token_logprobs = [entry(r.token_id, r.logprob) for r in run.records]
+    if call.num_top:
+        meta.output_top_logprobs = [[entry(*pair) for pair in r.top] for r in run.records]
+
+
+def _add_prompt_logprobs(state: ServerState, call: _Call, run: ChoiceRun, meta: NativeMeta) -> None:
+    entry, params, records = partial(_entry, state, call), run.request.params, run.prompt_records
+    if params.prompt_logprobs is None:
+        return
+    first = entry(run.request.prompt_token_ids[params.logprob_start], None)
+    meta.input_token_logprobs = [first, *(entry(r.token_id, r.logprob) for r in records)]
+    if call.num_top:
+        meta.input_top_logprobs = [None, *([entry(*pair) for pair in r.top] for r in records)]
+
+
 async def _answers(state: ServerState, call: _Call) -> AsyncGenerator[NativeAnswer, None]:
     texts = [""] * len(call.runs)
+    unstarted = set(range(len(call.runs)))
     async with generate(state, call.runs, call.caller) as pieces:
         async for piece in pieces:
             texts[piece.index] += piece.text
-            run = call.runs[piece.index]
-            yield _answer(state, call, run, texts[piece.index], piece)
+            is_first = piece.index in unstarted
+            unstarted.discard(piece.index)
+            yield _answer(state, call, texts[piece.index], piece, is_first=is_first)
 
 
 async def _whole(state: ServerState, call: _Call) -> list[NativeAnswer] | NativeAnswer:

@@ -51,6 +51,10 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     Attributes:
         rid: name of the call, for `/abort_request`; otherwise its `X-Request-ID`.
         extra_key: as `cache_salt` of the other routes: prefixes are shared only within one.
+        return_logprob: list log probabilities, of the answer's tokens and of the prompt's behind
+            `logprob_start_len`, which is -1 for none of them.
+        top_logprobs_num: likeliest tokens to list beside each.
+        return_text_in_logprobs: put each token's text beside its id.
     """
 
     text: str | list[str] | None = None
@@ -61,9 +65,10 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
-    return_logprob: Any = None
-    logprob_start_len: Any = None
-    top_logprobs_num: Any = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
     input_embeds: Any = None
@@ -89,8 +94,17 @@ class NativeFinish(msgspec.Struct):
     length: int | UnsetType = UNSET
 
 
+# Log probability, id, text; the first token listed of a prompt has no log probability.
+NativeLogprob = tuple[float | None, int, str | None]
+
+
 class NativeMeta(msgspec.Struct, kw_only=True):
-    """What an answer cost. `e2e_latency` is in seconds; `finish_reason` is null while it runs."""
+    """What an answer cost. `e2e_latency` is in seconds; `finish_reason` is null while it runs.
+
+    The lists of log probabilities are there where they were asked for: one entry for each token of
+    `output_ids`, and one for each of the prompt's from `logprob_start_len` on, which come with the
+    first event of a stream.
+    """
 
     id: str
     finish_reason: NativeFinish | None
@@ -99,6 +113,10 @@ class NativeMeta(msgspec.Struct, kw_only=True):
     cached_tokens: int
     weight_version: str
     e2e_latency: float | UnsetType = UNSET
+    input_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
+    output_token_logprobs: list[NativeLogprob] | UnsetType = UNSET
+    input_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
+    output_top_logprobs: list[list[NativeLogprob] | None] | UnsetType = UNSET
 
 
 class NativeAnswer(msgspec.Struct):

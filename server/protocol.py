@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from compiled_engine.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -71,6 +73,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -78,6 +82,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT_SCHEMA)]
     echo: bool | None = None
+    logprobs: int | bool | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -155,6 +160,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -209,7 +216,10 @@ class CompletionChoice(msgspec.Struct):
     text: str
     finish_reason: ChoiceFinishReason | None
     stop_reason: str | int | None = None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct):
@@ -256,7 +266,8 @@ class ChatChoice(msgspec.Struct):
     message: AssistantMessage
     finish_reason: ChoiceFinishReason
     stop_reason: str | int | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatResponse(msgspec.Struct):
@@ -268,6 +279,8 @@ class ChatResponse(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class DeltaToolCall(msgspec.Struct):
@@ -296,7 +309,8 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     finish_reason: ChoiceFinishReason | None = None
     stop_reason: str | int | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -308,6 +322,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct):

@@ -21,6 +21,7 @@ from compiled_engine.server.calls import CALLER
 # The chat path's one way from a chat request to sequences.
 from compiled_engine.server.chat import ChatCall, prepare_chat
 from compiled_engine.server.generation import call_scope, generate, read_request, usage_of
+from compiled_engine.server.logprobs import chat_logprobs
 from compiled_engine.server.protocol import ChatMessage
 from compiled_engine.server.response_store import RESPONSES, ResponseStore, StoredResponse
 from compiled_engine.server.responses_protocol import (
@@ -38,7 +39,7 @@ from compiled_engine.server.responses_request import (
     add_output,
     chat_request,
 )
-from compiled_engine.server.responses_stream import ResponseWriter
+from compiled_engine.server.responses_stream import ResponseWriter, TokenLister
 from compiled_engine.server.sse import json_response
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.translation import fields_named, refuse, stream_events
@@ -95,7 +96,7 @@ async def _read(request: web.Request, permit: Permit) -> _Work:
     chat = chat_request(body, conversation)
     with fields_named(FIELD_NAMES):
         call = await prepare_chat(state, chat, permit, caller)
-    writer = ResponseWriter(_head(state, body, call))
+    writer = ResponseWriter(_head(state, body, call), _token_lister(state, call))
     return _Work(call=call, writer=writer, conversation=conversation, store=store)
 
 
@@ -113,6 +114,7 @@ def _head(state: ServerState, body: ResponsesRequest, call: ChatCall) -> Respons
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
+        top_logprobs=body.top_logprobs or 0,
         reasoning=body.reasoning or ReasoningConfig(),
         store=body.store is not False,
         temperature=params.temperature,
@@ -121,6 +123,13 @@ def _head(state: ServerState, body: ResponsesRequest, call: ChatCall) -> Respons
         tools=body.tools or [],
         top_p=params.top_p,
     )
+
+
+def _token_lister(state: ServerState, call: ChatCall) -> TokenLister | None:
+    num_top = call.num_top
+    if num_top is None:
+        return None
+    return lambda tokens: chat_logprobs(state.tokenizer, tokens, num_top).content
 
 
 def _text(given: TextConfig | None) -> TextConfig:

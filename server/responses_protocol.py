@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from compiled_engine.server.logprobs import ContentLogprob
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -115,7 +117,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
     text: str
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[ContentLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
@@ -217,6 +219,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
+    top_logprobs: int = 0
     truncation: Literal["disabled"] = "disabled"
     usage: ResponsesUsage | None = None
 
@@ -297,14 +300,14 @@ class OutputTextDelta(_OfPart, kw_only=True, tag="response.output_text.delta"):
     """The next piece of an answer's text."""
 
     delta: str
-    logprobs: list[Any] = []
+    logprobs: list[ContentLogprob] = []
 
 
 class OutputTextDone(_OfPart, kw_only=True, tag="response.output_text.done"):
     """All text of a message."""
 
     text: str
-    logprobs: list[Any] = []
+    logprobs: list[ContentLogprob] = []
 
 
 class ReasoningTextDelta(_OfPart, kw_only=True, tag="response.reasoning_text.delta"):

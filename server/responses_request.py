@@ -48,13 +48,12 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (),
     "context_management": (),
     "conversation": (),
-    "include": (),
     "max_tool_calls": (),
     "moderation": (),
     "prompt": (),
-    "top_logprobs": (),
     "truncation": ("disabled",),
 }
+_LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -71,6 +70,7 @@ def chat_request(request: ResponsesRequest, conversation: list[ChatMessage]) -> 
     refuse_unless_neutral(request, _REFUSED)
     if request.stream_options and request.stream_options.get("include_obfuscation"):
         refuse("stream_options.include_obfuscation")
+    has_logprobs = _includes_logprobs(request)
     messages = list(conversation)
     if request.instructions:
         messages.insert(0, ChatMessage(role="system", content=request.instructions))
@@ -87,7 +87,18 @@ def chat_request(request: ResponsesRequest, conversation: list[ChatMessage]) -> 
         reasoning_effort=_effort(request),
         response_format=_response_format(request.text) if request.text is not None else None,
         prompt_cache_key=request.prompt_cache_key,
+        logprobs=has_logprobs,
+        top_logprobs=request.top_logprobs,
     )
+
+
+def _includes_logprobs(request: ResponsesRequest) -> bool:
+    for index, name in enumerate(request.include or []):
+        if name != _LOGPROBS:
+            refuse(f"include[{index}]", f"is {name[:64]!r}; supported is {_LOGPROBS}")
+    if request.top_logprobs and not request.include:
+        refuse("top_logprobs", f"needs {_LOGPROBS} in include")
+    return bool(request.include)
 
 
 def _effort(request: ResponsesRequest) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from compiled_engine.errors import EngineError
 from compiled_engine.server import responses_protocol as shapes
 from compiled_engine.server.choice import Piece
+from compiled_engine.server.logprobs import ContentLogprob, ListedToken
 from compiled_engine.server.parsers.events import (
     CallArguments,
     CallEnd,
@@ -25,6 +27,7 @@ from compiled_engine.server.parsers.events import (
 from compiled_engine.server.protocol import Usage
 
 _OUT = list[shapes.ResponsesEvent]
+TokenLister = Callable[[Sequence[ListedToken]], list[ContentLogprob]]
 
 
 def responses_usage(usage: Usage) -> shapes.ResponsesUsage:
@@ -43,12 +46,20 @@ def responses_usage(usage: Usage) -> shapes.ResponsesUsage:
 class ResponseWriter:
     """Takes the pieces of one answer; makes events, and the whole response.
 
+    Args:
+        response: without its answer.
+        list_tokens: makes the log probabilities of tokens of the text; None where nobody asked.
+
     Attributes:
         response: the answer so far; whole after `finish`.
     """
 
-    def __init__(self, response: shapes.ResponseObject) -> None:
+    def __init__(
+        self, response: shapes.ResponseObject, list_tokens: TokenLister | None = None
+    ) -> None:
         self.response = response
+        self._list_tokens = list_tokens
+        self._logprobs: list[ContentLogprob] = []  # of the open item
         self._num_events = 0
         self._parts: list[str] = []  # text of the open item
         self._is_open = False
@@ -64,8 +75,14 @@ class ResponseWriter:
     def take(self, piece: Piece) -> _OUT:
         """Adds a piece; returns its events."""
         out: _OUT = []
-        for event in piece.events:
-            self._take(event, out)
+        logprobs: list[ContentLogprob] = []
+        if self._list_tokens is not None:
+            logprobs = self._list_tokens(piece.logprobs)
+        last_text = max(
+            (i for i, event in enumerate(piece.events) if isinstance(event, Content)), default=-1
+        )
+        for place, event in enumerate(piece.events):
+            self._take(event, out, logprobs if place == last_text else [])
         if piece.finish_reason is not None:
             is_cut = piece.finish_reason == "length"
             self._close(out, is_cut=is_cut)
@@ -105,11 +122,13 @@ class ResponseWriter:
             "item_id": output[-1].id,
         }
 
-    def _take(self, event: Event, out: _OUT) -> None:
+    def _take(self, event: Event, out: _OUT, logprobs: list[ContentLogprob]) -> None:
         if isinstance(event, Content):
             self._ensure(shapes.OutputMessage, out)
             self._parts.append(event.text)
-            out.append(shapes.OutputTextDelta(**self._place(), delta=event.text))
+            self._logprobs += logprobs
+            delta = shapes.OutputTextDelta(**self._place(), delta=event.text, logprobs=logprobs)
+            out.append(delta)
         elif isinstance(event, Reasoning):
             self._ensure(shapes.ReasoningItem, out)
             self._parts.append(event.text)
@@ -166,11 +185,12 @@ class ResponseWriter:
             item.arguments = text
             if not self._is_whole_call:
                 item.status = "incomplete"
-            done = shapes.ArgumentsDone(**self._place(), name=item.name, arguments=text)
-            out.append(done)
+            out.append(shapes.ArgumentsDone(**self._place(), name=item.name, arguments=text))
         elif isinstance(item, shapes.OutputMessage):
-            item.content = [shapes.OutputText(text)]
-            out.append(shapes.OutputTextDone(**self._place(), text=text))
+            item.content = [shapes.OutputText(text, logprobs=self._logprobs)]
+            done = shapes.OutputTextDone(**self._place(), text=text, logprobs=self._logprobs)
+            out.append(done)
+            self._logprobs = []
             out.append(shapes.ContentPartDone(**self._place(), part=item.content[0]))
         else:
             item.content = [shapes.ReasoningText(text)]

@@ -7,6 +7,7 @@ Owns parsing, the rules for fields that cannot be honoured, defaults, and the me
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,10 +52,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "no_stop_trim": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "return_hidden_states": (),
-    "return_token_ids": (),
     "return_tokens_as_token_ids": (),
     "spaces_between_special_tokens": (True,),
     "store": (),
@@ -134,7 +133,7 @@ def parse_request(body: bytes, kind: type[S]) -> tuple[S, set[str]]:
     for name in sorted(unknown):
         _refuse_unsupported(name, value[name], value)
     if issubclass(kind, GenerationRequest):
-        unknown -= {"best_of", "logprobs", "top_logprobs"}
+        unknown -= {"best_of", "top_logprobs"}
     unknown -= _REFUSED.keys() | _WITHOUT_EFFECT
     messages = value.get("messages")
     if "messages" in known and isinstance(messages, list):
@@ -143,7 +142,7 @@ def parse_request(body: bytes, kind: type[S]) -> tuple[S, set[str]]:
 
 
 def _is_neutral(value: Any, further: tuple[Any, ...]) -> bool:
-    # 0 == False in Python, but `logprobs: 0` asks for something.
+    # 0 == False in Python, but where a switch is meant 0 is a mistake.
     return any(
         value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
         for neutral in (*_NEUTRAL, *further)
@@ -155,7 +154,7 @@ def _refuse_unsupported(name: str, value: Any, body: Mapping[str, Any]) -> None:
         neutral = _is_neutral(value, (body.get("n") or 1,))
     elif name == "top_logprobs":
         neutral = _is_neutral(value, (0,))
-    elif name == "logprobs" or name in _REFUSED:
+    elif name in _REFUSED:
         neutral = _is_neutral(value, _REFUSED.get(name, ()))
     else:
         return
@@ -219,6 +218,8 @@ class Sampling:
         truncate_prompt_tokens: keep this many tokens at a prompt's end; -1 keeps what fits.
         grammar_field: the field that says what the answer must look like, "" for none.
         cache_key: the client's `prompt_cache_key`; it is logged and changes no answer.
+        return_token_ids: put the ids of prompt and answer beside the text.
+        is_prompt_only: no token is wanted; the engine's one token is dropped.
     """
 
     params: SamplingParams
@@ -233,6 +234,8 @@ class Sampling:
     truncate_prompt_tokens: int | None = None
     cache_key: str = ""
     grammar_field: str = ""
+    return_token_ids: bool = False
+    is_prompt_only: bool = False
 
 
 def validate_sampling(
@@ -281,7 +284,30 @@ def validate_sampling(
         truncate_prompt_tokens=num_kept,
         cache_key=_short_text("prompt_cache_key", request.prompt_cache_key),
         grammar_field=structure.field if structure is not None else "",
+        return_token_ids=bool(request.return_token_ids),
     )
+
+
+def with_logprobs(
+    sampling: Sampling, *, tokens: int | None, prompt: int | None, start: int = 0
+) -> Sampling:
+    """The same with log probabilities; see `SamplingParams` for the numbers.
+
+    Raises:
+        InvalidRequestError: a number is out of range; names it as `SamplingParams` does.
+    """
+    params = msgspec.structs.replace(
+        sampling.params, logprobs=tokens, prompt_logprobs=prompt, logprob_start=start
+    )
+    return dataclasses.replace(sampling, params=params)
+
+
+def refuse_streamed_prompt(request: GenerationRequest) -> None:
+    """Raises InvalidRequestError where a stream is asked for `prompt_logprobs`."""
+    if request.stream and request.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs is not available where stream is true", param="prompt_logprobs"
+        )
 
 
 def _short_text(field: str, value: str | None) -> str:

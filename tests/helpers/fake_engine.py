@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import struct
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import msgspec
 
 from compiled_engine.chat_template import ChatTemplates
 from compiled_engine.errors import EngineError, EngineUnavailableError, InvalidRequestError
@@ -47,6 +50,7 @@ class ByteTokenizer:
 
     eos_token_ids: tuple[int, ...] = (EOS,)
     vocab_size = 258
+    special_token_ids = frozenset({BOS, EOS})
     has_chat_template = True
     chat_template_text = ""
     chat_template_variables: frozenset[str] = frozenset({"messages"})
@@ -60,6 +64,13 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         detokenizer = ByteDetokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return {BOS: b"<bos>", EOS: b"<eos>"}.get(token_id) or bytes([token_id])
+
+    def text_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        starts = [i for i, character in enumerate(text) for _ in character.encode()]
+        return [0] * (self._adds_bos and add_special_tokens) + starts
 
     def new_detokenizer(
         self, *, skip_special_tokens: bool = True, kept_tokens: Collection[str] = ()
@@ -108,6 +119,25 @@ class TemplateTokenizer(ByteTokenizer):
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
         )
+
+
+def record_of(token_id: int, place: int, num_top: int) -> tuple[float, int, list[int], list[float]]:
+    """What the fake model thinks of the token at a place of prompt and answer together.
+
+    The token itself is the second likeliest, and the values are exact in single precision.
+    """
+    best = -1.0 - place / 8
+    ids = [(token_id + 1) % 256, token_id, *((token_id + i) % 256 for i in range(2, 20))]
+    return best - 0.5, 2, ids[:num_top], [best - 0.5 * i for i in range(num_top)]
+
+
+def record_bytes(token_ids: Sequence[int], first: int, num_top: int) -> bytes:
+    """The records of tokens that begin at place `first`, as the engine sends them."""
+    data = b""
+    for place, token_id in enumerate(token_ids, start=first):
+        logprob, rank, ids, best = record_of(token_id, place, num_top)
+        data += struct.pack(f"=fi{num_top}i{num_top}f", logprob, rank, *ids, *best)
+    return data
 
 
 def text_reply(text: str) -> Callable[[Request], list[int]]:
@@ -218,6 +248,7 @@ class _FakeStream:
         self._engine = engine
         self._request = request
         self._rest = deque(engine.reply(request))
+        self._num_sent = 0
         self._num_left = request.params.max_tokens or engine.limits.max_model_len - len(
             request.prompt_token_ids
         )
@@ -264,7 +295,20 @@ class _FakeStream:
         self._engine.num_tokens_sent += len(token_ids)
         if reason is not None:
             self._engine.ended(request_id)
-        return TokenEvent(request_id, token_ids, reason, self._engine.num_cached_tokens)
+        event = TokenEvent(request_id, token_ids, reason, self._engine.num_cached_tokens)
+        return self._with_logprobs(event)
+
+    def _with_logprobs(self, event: TokenEvent) -> TokenEvent:
+        params, prompt = self._request.params, self._request.prompt_token_ids
+        made: dict[str, bytes] = {}
+        if params.logprobs is not None:
+            first = len(prompt) + self._num_sent
+            made["logprobs"] = record_bytes(event.token_ids, first, params.logprobs)
+        if params.prompt_logprobs is not None and not self._num_sent:
+            first = params.logprob_start + 1
+            made["prompt_logprobs"] = record_bytes(prompt[first:], first, params.prompt_logprobs)
+        self._num_sent += len(event.token_ids)
+        return msgspec.structs.replace(event, **made)
 
     async def aclose(self) -> None:
         self._engine.abort(self._request.request_id)

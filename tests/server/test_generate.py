@@ -85,7 +85,6 @@ def test_generate_streams_everything_so_far():
         ({"input_ids": [258]}, "input_ids"),
         ({"input_ids": [-1]}, "input_ids"),
         ({"input_ids": [1] * 600}, "input_ids"),
-        ({"text": "a", "return_logprob": True}, "return_logprob"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "rid": "\n"}, "rid"),
         ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),

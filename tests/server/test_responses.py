@@ -259,10 +259,10 @@ def test_responses_refusals_name_the_field():
     cases = [
         ("background is not supported", {"background": True}),
         ("conversation is not supported", {"conversation": "c"}),
-        ("include is not supported", {"include": ["reasoning.encrypted_content"]}),
+        (r"include\[0\] is .reasoning", {"include": ["reasoning.encrypted_content"]}),
         ("prompt is not supported", {"prompt": {"id": "p"}}),
         ("truncation is not supported", {"truncation": "auto"}),
-        ("top_logprobs is not supported", {"top_logprobs": 2}),
+        ("top_logprobs needs", {"top_logprobs": 2}),
         ("max_tool_calls is not supported", {"max_tool_calls": 1}),
         (r"tools\[0\].type is 'web_search'", {"tools": [{"type": "web_search"}]}),
         (r"tools\[0\].name is 'a b'", {"tools": [{**TOOLS[0], "name": "a b"}]}),

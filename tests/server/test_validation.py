@@ -228,8 +228,6 @@ def test_template_messages_tool_calls_become_objects():
 
 
 REFUSED = [
-    ("logprobs", True),
-    ("top_logprobs", 3),
     ("audio", {"voice": "x"}),
     ("modalities", ["text", "audio"]),
     ("functions", [{"name": "f"}]),
@@ -240,8 +238,6 @@ REFUSED = [
     ("guided_whitespace_pattern", " *"),
     ("chat_template", "{{ messages }}"),
     ("best_of", 3),
-    ("prompt_logprobs", 0),
-    ("logprobs", 0),
     ("store", True),
 ]
 
