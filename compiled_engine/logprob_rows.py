@@ -27,7 +27,7 @@ class StepLogprobs(NamedTuple):
     prompts: dict[int, bytes]
 
 
-NO_STEP_LOGPROBS = StepLogprobs({}, {})
+NOTHING = StepLogprobs({}, {})
 
 
 @dataclass

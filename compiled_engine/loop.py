@@ -18,7 +18,7 @@ import numpy as np
 from compiled_engine.grammar import GrammarService
 from compiled_engine.grammar_rows import GrammarRows
 from compiled_engine.logprob_rows import (
-    NO_STEP_LOGPROBS,
+    NOTHING,
     LogprobRows,
     StepLogprobs,
     score_from,
@@ -425,9 +425,7 @@ class StepLoop:
         found = self._logprobs.take(record.rows, self.executor.logprobs.read())
         return self._take_record(record, found)
 
-    def _take_record(
-        self, record: HostRecord, found: StepLogprobs = NO_STEP_LOGPROBS
-    ) -> TokenBatch:
+    def _take_record(self, record: HostRecord, found: StepLogprobs = NOTHING) -> TokenBatch:
         self._newest = record
         self.stats.take(record.counts, self.executor.shape.num_pages)
         if self._grammars.rows:
@@ -469,8 +467,10 @@ class StepLoop:
         """Learns what a step took, where the device had no pause before it."""
         now, before = time.perf_counter(), self._read_at
         self._read_at = now
-        if self._step_times is not None and launched.key.is_mixed and launched.at < before:
-            self._step_times.learn(launched.key.num_tokens, self._context(), now - before)
+        key = launched.key
+        is_plain = key.is_mixed and not key.num_scored and launched.at < before
+        if self._step_times is not None and is_plain:
+            self._step_times.learn(key.num_tokens, self._context(), now - before)
 
     def _start(self, seat: Seat, num_cached: int) -> None:
         """The seat's first token is there."""

@@ -76,6 +76,33 @@ class _Pending(NamedTuple):
     end: int
 
 
+class _Starts:
+    """Where tokens begin in text that a detokeniser gives for them, now or with a later one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._length = 0
+        self._held = b""
+
+    def is_held(self, token_id: int) -> bool:
+        """Whether a token that came without text has its text still to come."""
+        is_special = token_id in self._tokenizer.special_token_ids
+        return not is_special and self._tokenizer.token_bytes(token_id) != b""
+
+    def push(self, token_id: int, text: str) -> int:
+        """The character where the token begins; `text` is what came with it."""
+        if text:
+            # What stood before belongs to tokens that were held back.
+            end, own = self._length + len(text), len(token_text(self._tokenizer, token_id))
+            start = max(self._length, end - own)
+            self._length, self._held = end, b""
+            return start
+        start = self._length + len(self._held.decode("utf-8", "ignore"))
+        if self.is_held(token_id):
+            self._held += self._tokenizer.token_bytes(token_id)
+        return start
+
+
 class TokenTrace:
     """Follows an answer's tokens from detokeniser through parser and stop strings.
 
@@ -88,7 +115,7 @@ class TokenTrace:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, lists_all: bool) -> None:
-        self._tokenizer = tokenizer
+        self._starts = _Starts(tokenizer)
         self._lists_all = lists_all
         self._pending: deque[_Pending] = deque()
         self._ready: deque[ListedToken] = deque()
@@ -99,16 +126,13 @@ class TokenTrace:
 
     def push(self, record: TokenLogprob, text: str) -> None:
         """The next token, and the text that the detokeniser gave for it."""
-        begin = self._text_start + len(self._text)
+        start = self._starts.push(record.token_id, text)
         self._text += text
-        end = begin + len(text)
-        own = token_text(self._tokenizer, record.token_id)
-        is_special = record.token_id in self._tokenizer.special_token_ids
         if text:
-            # What stood before belongs to earlier tokens, whose bytes were not a character yet.
-            self._pending.append(_Pending(record, max(begin, end - len(own)), end))
-        elif own and not is_special:
-            self._pending.append(_Pending(record, begin, begin + 1))
+            self._pending.append(_Pending(record, start, self._text_start + len(self._text)))
+        elif self._starts.is_held(record.token_id):
+            # Its bytes are a part of the character that comes.
+            self._pending.append(_Pending(record, start, start + 1))
         else:
             self.push_hidden(record)
 
@@ -245,10 +269,5 @@ def token_offsets(
 ) -> list[int]:
     """The character of the decoded text where each token begins."""
     detokenizer = tokenizer.new_detokenizer(skip_special_tokens=skip_special_tokens)
-    offsets, length = [], 0
-    for token_id in token_ids:
-        text = detokenizer.push([token_id])
-        own = token_text(tokenizer, token_id) if text else ""
-        offsets.append(max(length, length + len(text) - len(own)) if text else length)
-        length += len(text)
-    return offsets
+    starts = _Starts(tokenizer)
+    return [starts.push(token_id, detokenizer.push([token_id])) for token_id in token_ids]

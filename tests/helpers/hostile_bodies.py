@@ -30,7 +30,7 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate")
 NUMBER_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "seed", "min_tokens", "max_tokens", "n", "priority"),
-    *("truncate_prompt_tokens", "logprobs", "best_of"),
+    *("truncate_prompt_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "best_of"),
 )
 NUMBERS = (
     *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e308", "-0.0", "5e-324", "-1"),
@@ -45,6 +45,7 @@ FIELDS = (
     *("guided_grammar", "structural_tag", "chat_template_kwargs", "cache_salt", "rid", "echo"),
     *("continue_final_message", "add_generation_prompt", "reasoning_effort", "system"),
     *("input", "instructions", "previous_response_id", "text", "reasoning", "max_output_tokens"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_token_ids", "include"),
     *("thinking", "output_config", "stop_sequences", "metadata", "extra_key", "suffix", "user"),
 )
 TEXTS = (

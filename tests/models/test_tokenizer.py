@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from compiled_engine.errors import ConfigError, InvalidRequestError
+from compiled_engine.server.logprobs import token_offsets
 from compiled_engine.tokenizer import Tokenizer, has_tokenizer
 from tests.helpers.tiny_model import write_tiny_model, write_tiny_tokenizer
 
@@ -357,3 +358,48 @@ def test_has_tokenizer_knows_every_form(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / name).touch()
         assert has_tokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_token_bytes_spell_the_text(tokenizers, kind: str, text: str) -> None:
+    """One after the other; some tokenizers put a space before a text, or drop its first one."""
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    spelled = b"".join(tokenizer.token_bytes(token_id) for token_id in ids).decode()
+    whole = tokenizer.decode(ids)
+    assert spelled == whole or spelled == " " + whole
+    for token_id in tokenizer.special_token_ids:
+        name = tokenizer.backend.id_to_token(token_id)
+        assert tokenizer.token_bytes(token_id).decode() == name
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", [*TEXTS, "hello hello  é世"])
+def test_offsets_cut_the_text_at_its_tokens(tokenizers, kind: str, text: str) -> None:
+    """Of a text as it was given, and of ids as they are decoded: both are where tokens begin."""
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.decode(ids)
+    decoded = token_offsets(tokenizer, ids, skip_special_tokens=True)
+    given = tokenizer.text_offsets(text, add_special_tokens=False)
+    pairs = [(decoded, whole)]
+    if kind != "metaspace":  # it does not know some of the characters
+        pairs.append((given, text))
+    for offsets, shown in pairs:
+        assert len(offsets) == len(ids)
+        assert offsets == sorted(offsets)
+        ends = [*offsets, len(shown)][1:]
+        for token_id, begin, end in zip(ids, offsets, ends, strict=True):
+            own = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+            cut = shown[begin:end]
+            assert "\ufffd" in own or cut in (own, own.removeprefix(" ")), (own, cut)
+
+
+def test_offsets_of_special_tokens_take_no_room_where_they_are_skipped(byte_level) -> None:
+    ids = [1, *byte_level.encode("é"), 2, *byte_level.encode("x")]
+    assert token_offsets(byte_level, ids, skip_special_tokens=True) == [0, 0, 0, 1, 1]
+    assert token_offsets(byte_level, ids, skip_special_tokens=False) == [0, 12, 12, 13, 23]
+    text = "<|im_start|>é<|im_end|>x"
+    assert byte_level.text_offsets(text) == [0, 12, 12, 13, 23]
