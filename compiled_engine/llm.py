@@ -9,13 +9,14 @@ with LLM("Qwen/Qwen3-0.6B") as llm:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine import Engine, build_engine
 from compiled_engine.errors import InvalidRequestError
+from compiled_engine.logprob_data import TokenLogprob, read_records
 from compiled_engine.models.source import DEFAULT_MODEL
 from compiled_engine.request import (
     FinishReason,
@@ -40,6 +41,8 @@ class GenerateOutput:
         finish_reason: "stop" or "length".
         num_prompt_tokens: of the prompt.
         num_cached_tokens: of them, found in the prefix cache.
+        logprobs: of `token_ids`; empty unless the parameters ask for them.
+        prompt_logprobs: of the prompt's tokens behind `logprob_start`, likewise.
     """
 
     text: str
@@ -47,6 +50,8 @@ class GenerateOutput:
     finish_reason: FinishReason | None
     num_prompt_tokens: int
     num_cached_tokens: int
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class LLM:
@@ -177,6 +182,7 @@ class _Collector:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.num_cached_tokens = 0
+        self._logprobs = self._prompt_logprobs = b""
         self._detokenizer = tokenizer.new_detokenizer()
         self._search_from = 0  # where in the text a stop string may begin
 
@@ -186,6 +192,8 @@ class _Collector:
             return False
         self.token_ids.extend(event.token_ids)
         self.num_cached_tokens = event.num_cached_tokens
+        self._logprobs += event.logprobs
+        self._prompt_logprobs += event.prompt_logprobs
         self.finish_reason = event.finish_reason
         shown = event.token_ids[:-1] if event.finish_reason == "stop" else event.token_ids
         self.text += self._detokenizer.push(shown)
@@ -214,12 +222,21 @@ class _Collector:
 
     def output(self) -> GenerateOutput:
         """The finished request."""
+        params, prompt = self.request.params, self.request.prompt_token_ids
+        logprobs, prompt_logprobs = [], []
+        if params.logprobs is not None:
+            logprobs = read_records(self._logprobs, self.token_ids, params.logprobs)
+        if params.prompt_logprobs is not None:
+            scored = prompt[params.logprob_start + 1 :]
+            prompt_logprobs = read_records(self._prompt_logprobs, scored, params.prompt_logprobs)
         return GenerateOutput(
             text=self.text,
             token_ids=self.token_ids,
             finish_reason=self.finish_reason,
-            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_prompt_tokens=len(prompt),
             num_cached_tokens=self.num_cached_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

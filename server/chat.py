@@ -112,13 +112,8 @@ async def prepare_chat(
 ) -> ChatCall:
     """Checks, renders and tokenises a request; raises EngineError for what is wrong with it."""
     state.check_model(body.model)
-    refuse_streamed_prompt(body)
-    sampling = validate_sampling(
-        body, state.default_sampling, max_n=state.config.max_n, max_tokens=chat_max_tokens(body)
-    )
     num_top = chat_num_top(body)
-    with field_called("logprobs", "top_logprobs"):
-        sampling = with_logprobs(sampling, tokens=num_top, prompt=body.prompt_logprobs)
+    sampling = _sampling(state, body, num_top)
     chat_format = state.chat_format
     use = tool_use(body)
     messages = template_messages(body.messages)
@@ -170,6 +165,15 @@ async def prepare_chat(
         num_top=num_top,
         num_prompt_top=body.prompt_logprobs,
     )
+
+
+def _sampling(state: ServerState, body: ChatRequest, num_top: int | None) -> Sampling:
+    refuse_streamed_prompt(body)
+    sampling = validate_sampling(
+        body, state.default_sampling, max_n=state.config.max_n, max_tokens=chat_max_tokens(body)
+    )
+    with field_called("logprobs", "top_logprobs"):
+        return with_logprobs(sampling, tokens=num_top, prompt=body.prompt_logprobs)
 
 
 def _new_head(model: str) -> ChatChunk:

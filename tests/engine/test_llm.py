@@ -87,3 +87,20 @@ def test_end_token_alone_is_left_out_of_the_text():
     collector.add(TokenEvent(1, [*b"ab", 257], "stop"))
     assert collector.text == "ab"
     assert collector.token_ids == [*b"ab", 257]
+
+
+def test_logprobs_come_with_every_token(llm: LLM):
+    params = SamplingParams(
+        temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=0
+    )
+    output = llm.generate("abcd", params)[0]
+    assert [record.token_id for record in output.logprobs] == output.token_ids
+    assert [record.token_id for record in output.prompt_logprobs] == llm.tokenizer.encode("abcd")[
+        1:
+    ]
+    for record in output.logprobs:
+        assert record.top[0] == (record.token_id, record.logprob)
+        assert record.rank == 1
+    plain = llm.generate("abcd", GREEDY)[0]
+    assert plain.token_ids == output.token_ids
+    assert plain.logprobs == plain.prompt_logprobs == []
