@@ -135,8 +135,7 @@ def part_floors(batch_size: int, read: float) -> dict[str, float]:
 def measure_profile(driver: Driver, read: float, num_repeats: int) -> tuple[list[Measured], str]:
     """Idle time of the device a step, and the tables of parts and kernels of some batch sizes.
 
-    Args:
-        read: bytes a second that the device reads, for the floors.
+    The floors are taken of `read`, the bytes a second that the device reads.
     """
     measured, document = [], "# A steady decode step by parts and kernels\n"
     for batch_size in BATCH_SIZES:
