@@ -35,8 +35,10 @@ from compiled_engine.server.admission import Admission
 from compiled_engine.server.calls import CALLER, Caller
 from compiled_engine.server.chat import create_chat_completion
 from compiled_engine.server.completions import create_completion
+from compiled_engine.server.console import HISTORY, ConsolePage, get_console_data
 from compiled_engine.server.engine_client import EngineClient, running_client
 from compiled_engine.server.generate import create_generation
+from compiled_engine.server.history import History
 from compiled_engine.server.keys import OPERATOR, ApiKeys, read_keys
 from compiled_engine.server.messages import count_tokens, create_message
 from compiled_engine.server.messages_protocol import messages_error_response
@@ -64,7 +66,7 @@ _LAST_WORDS_S = 1.0
 # Calls have ended, or must end now, when the runner is cleaned up.
 _CLEANUP_S = 0.1
 _OPEN_PATHS = frozenset({"/health", "/ready", "/progress", "/metrics"})
-_NOT_LOGGED = _OPEN_PATHS | {"/"}
+_NOT_LOGGED = _OPEN_PATHS | {"/", "/console/data"}
 # With keys of several callers, these are for the operator alone.
 _OPERATOR_PATHS = frozenset(
     {
@@ -81,7 +83,7 @@ _OPERATOR_PATHS = frozenset(
 _MESSAGES_PATH = "/v1/messages"
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_ROUTE_CHARS = 200
-_STATIC = web.AppKey("static_answers", control.StaticAnswers)
+_PAGE = web.AppKey("page", ConsolePage)
 _KEYS = web.AppKey("keys", ApiKeys)
 
 
@@ -127,25 +129,27 @@ def make_app(
         metrics=ServerMetrics(model_name, engine_client, admission),
         engine_config=engine_config,
     )
-    static = control.StaticAnswers()
+    page = ConsolePage()
     app = web.Application(
         middlewares=[_follow_call, _check_api_key], client_max_size=config.max_body_bytes
     )
     app[STATE] = state
     app[RESPONSES] = ResponseStore()
-    app[_STATIC] = static
+    app[HISTORY] = History(engine_client, admission, state.metrics)
+    app[_PAGE] = page
     app[_KEYS] = ApiKeys(config.api_key, read_keys(config.api_key_file))
-    app.add_routes(_routes(static))
+    app.add_routes(_routes(page))
     app.add_routes(operate.ROUTES)
     app.on_response_prepare.append(_add_request_id)
     app.cleanup_ctx.append(_run_parts)
     return app
 
 
-def _routes(static: control.StaticAnswers) -> list[web.RouteDef]:
+def _routes(page: ConsolePage) -> list[web.RouteDef]:
     return [
-        web.get("/", static.get_page),
-        web.get("/openapi.json", static.get_openapi),
+        web.get("/", page.get),
+        web.get("/console/data", get_console_data),
+        web.get("/openapi.json", control.OpenApi().get),
         web.get("/health", control.get_health),
         web.get("/ready", control.get_ready),
         web.get("/metrics", control.get_metrics),
@@ -169,7 +173,10 @@ def _routes(static: control.StaticAnswers) -> list[web.RouteDef]:
 async def _run_parts(app: web.Application) -> AsyncIterator[None]:
     state = app[STATE]
     async with running_client(state.engine):
+        sampler = asyncio.create_task(app[HISTORY].run(), name="history")
         yield
+        sampler.cancel()
+        await asyncio.gather(sampler, return_exceptions=True)
     state.text_pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -289,7 +296,7 @@ async def _check_api_key(request: web.Request, handler: Handler) -> web.StreamRe
     if request.path == "/" and "text/html" in request.headers.get("Accept", ""):
         # A browser cannot send the key with the address: the page comes as the body of the refusal
         # and asks for it.
-        return request.app[_STATIC].page_response(status=401)
+        return request.app[_PAGE].response(status=401)
     raise AuthenticationError(
         "the API key is missing or wrong; send it as `Authorization: Bearer <key>` or "
         "`X-API-Key: <key>`",

@@ -1,11 +1,8 @@
-"""Routes that generate nothing: models, health, metrics, tokenising, version, the page at `/`."""
+"""Routes that generate nothing: models, health, metrics, tokenising, version, API description."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from functools import partial
-from importlib import resources
 
 import msgspec
 from aiohttp import web
@@ -82,15 +79,21 @@ async def get_ready(request: web.Request) -> web.Response:
     still taken then: the engine may only be slow.
     """
     state = request.app[STATE]
-    failure = state.engine.dead_reason
-    if failure is None and state.drain.is_draining:
-        failure = "the server is shutting down"
-    if failure is None and not state.engine.is_ready:
-        failure = f"the engine is not ready: {state.engine.status.phase}"
+    return _health(state, readiness_failure(state))
+
+
+def readiness_failure(state: ServerState) -> str | None:
+    """Why `/ready` says no, in words; None if it says yes."""
+    if state.engine.dead_reason is not None:
+        return state.engine.dead_reason
+    if state.drain.is_draining:
+        return "the server is shutting down"
+    if not state.engine.is_ready:
+        return f"the engine is not ready: {state.engine.status.phase}"
     age_s = state.engine.step_age_s
-    if failure is None and age_s > state.config.ready_timeout_s:
-        failure = f"the engine has finished no step for {age_s:.1f} s"
-    return _health(state, failure)
+    if age_s > state.config.ready_timeout_s:
+        return f"the engine has finished no step for {age_s:.1f} s"
+    return None
 
 
 async def get_progress(request: web.Request) -> web.Response:
@@ -178,54 +181,15 @@ async def detokenize(request: web.Request) -> web.Response:
     return json_response(DetokenizeResponse(text))
 
 
-class StaticAnswers:
-    """Answers that never change while the server runs: the page and the API description."""
+class OpenApi:
+    """The API description, which never changes while the server runs."""
 
     def __init__(self) -> None:
-        self._page, self._page_headers = _load_page()
         self._openapi = msgspec.json.encode(openapi_document(__version__))
 
-    def page_response(self, status: int = 200) -> web.Response:
-        """The chat page; it holds nothing secret."""
-        return web.Response(body=self._page, status=status, headers=self._page_headers)
-
-    async def get_page(self, request: web.Request) -> web.Response:
-        """`GET /`."""
-        return self.page_response()
-
-    async def get_openapi(self, request: web.Request) -> web.Response:
+    async def get(self, request: web.Request) -> web.Response:
         """`GET /openapi.json`."""
         return web.Response(body=self._openapi, content_type="application/json")
-
-
-def _load_page() -> tuple[bytes, dict[str, str]]:
-    """The page with style and script put in, so that it is one answer; and its headers.
-
-    The content policy allows exactly these two and requests to this server.
-    """
-    folder = resources.files("compiled_engine.server").joinpath("static")
-    style = folder.joinpath("chat.css").read_text(encoding="utf-8")
-    script = folder.joinpath("chat.js").read_text(encoding="utf-8")
-    page = folder.joinpath("index.html").read_text(encoding="utf-8")
-    page = page.replace("/* chat.css */", style).replace("/* chat.js */", script)
-    policy = (
-        f"default-src 'none'; style-src {_source_hash(style)}; script-src {_source_hash(script)}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
-    headers = {
-        "Content-Type": "text/html; charset=utf-8",
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return page.encode(), headers
-
-
-def _source_hash(text: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
 
 
 def not_found(request: web.Request) -> UnknownModelError:

@@ -266,7 +266,9 @@ async def generate(
                 len(run.request.prompt_token_ids),
                 run.cache_key,
             )
-            sources.append(_Source(run, state.engine.submit(run.request), stats))
+            stream = state.engine.submit(run.request)
+            state.recent.start(run.request.request_id, stats, stream)
+            sources.append(_Source(run, stream, stats))
         merged = _merge(sources) if len(sources) > 1 else _pieces(sources[0])
         with state.calls.listed(caller, [run.request.request_id for run in runs]):
             async with state.drain.interruptible(), contextlib.aclosing(merged) as pieces:
@@ -278,6 +280,7 @@ async def generate(
         for source in sources:
             await source.stream.aclose()
             source.end(failure)
+            state.recent.end(source.run.request.request_id)
 
 
 @dataclass(frozen=True, slots=True)

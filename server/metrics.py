@@ -6,6 +6,7 @@ Owns the registry and the names: vLLM's where the meaning is the same, else with
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 from compiled_engine.server.admission import Admission
 from compiled_engine.server.engine_client import EngineClient
 
+MAX_FIRST_TOKENS = 1024
 _SHORT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LONG_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKEN_BUCKETS = tuple(2.0**power for power in range(0, 21, 2))
@@ -26,6 +28,7 @@ class ServerMetrics:
     Attributes:
         num_aborted: calls whose client left before the answer was complete.
         unknown_fields: request fields that were not known and therefore not used.
+        first_tokens_s: times to first token that nobody has looked at yet; the newest ones.
     """
 
     def __init__(self, model_name: str, engine: EngineClient, admission: Admission) -> None:
@@ -36,7 +39,7 @@ class ServerMetrics:
             family = Histogram(name, text, list(labels), buckets=buckets, registry=self._registry)
             return family.labels(**labels)
 
-        self.ttft_s = histogram(
+        self._ttft_s = histogram(
             "vllm:time_to_first_token_seconds", "From request to first token.", _LONG_BUCKETS_S
         )
         self.inter_token_s = histogram(
@@ -64,6 +67,7 @@ class ServerMetrics:
         self.generation_tokens = histogram(
             "vllm:request_generation_tokens", "Generated tokens of a sequence.", _TOKEN_BUCKETS
         )
+        self.first_tokens_s: deque[float] = deque(maxlen=MAX_FIRST_TOKENS)
         self._make_counters(model_name)
         self._registry.register(_EngineCollector(labels, engine, admission))
 
@@ -94,6 +98,11 @@ class ServerMetrics:
             ["status"],
             registry=self._registry,
         )
+
+    def note_first_token(self, seconds: float) -> None:
+        """Notes how long the first token of a sequence took, from the call's head on."""
+        self._ttft_s.observe(seconds)
+        self.first_tokens_s.append(seconds)
 
     def count_finish(self, reason: str) -> None:
         """Counts one ended sequence: "stop", "length", "abort" or "error"."""

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from compiled_engine.server import console_protocol as console
 from compiled_engine.server import messages_protocol as messages
 from compiled_engine.server import native_protocol as native
 from compiled_engine.server import protocol
@@ -45,6 +46,7 @@ _GET_ROUTES: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
     ("/get_model_info", "The model's limits", native.ModelInfo),
     ("/get_weight_version", "Label of the weights", native.WeightVersion),
     ("/v1/loads", "Load of the engine", native.Loads),
+    ("/console/data", "What the page at / draws", console.ConsoleData),
 )
 # What the events of a stream hold.
 _STREAM_TYPES: dict[str, tuple[type[msgspec.Struct], ...]] = {

@@ -10,6 +10,7 @@ import time
 
 from compiled_engine.request import TokenEvent
 from compiled_engine.server.calls import Caller
+from compiled_engine.server.console_protocol import RequestRow, RequestState
 from compiled_engine.server.metrics import ServerMetrics
 
 logger = logging.getLogger("compiled_engine.server.requests")
@@ -44,7 +45,15 @@ class SequenceStats:
         self._last_s = self._submitted_s
         self._queue_s: float | None = None
         self._longest_gap_s = 0.0
-        self._has_ended = False
+        self._num_tokens = 0
+        self._num_cached_tokens = 0
+        self._finish_reason: str | None = None
+        self._ended_s: float | None = None
+
+    @property
+    def key_name(self) -> str:
+        """Name of the API key that the call came with."""
+        return self._caller.key_name
 
     def take(self, event: TokenEvent, queue_s: float | None) -> None:
         """Notes one event.
@@ -57,7 +66,8 @@ class SequenceStats:
         if self._first_s is None:
             self._first_s = now_s
             self._queue_s = queue_s
-            self._metrics.ttft_s.observe(now_s - self._caller.started_s)
+            self._num_cached_tokens = event.num_cached_tokens
+            self._metrics.note_first_token(now_s - self._caller.started_s)
             if queue_s is not None:
                 self._metrics.queue_s.observe(queue_s)
                 self._metrics.prefill_s.observe(max(0.0, now_s - self._submitted_s - queue_s))
@@ -65,18 +75,19 @@ class SequenceStats:
             gap_s = (now_s - self._last_s) / len(event.token_ids)
             self._metrics.inter_token_s.observe(gap_s)
             self._longest_gap_s = max(self._longest_gap_s, gap_s)
+        self._num_tokens += len(event.token_ids)
         self._last_s = now_s
 
     def end(self, reason: str, *, num_tokens: int, num_cached_tokens: int) -> None:
         """Notes the end, once: "stop", "length", "abort" or "error"; further calls do nothing."""
-        if self._has_ended:
+        if self._finish_reason is not None:
             return
-        self._has_ended = True
+        self._finish_reason = reason
+        self._num_tokens, self._num_cached_tokens = num_tokens, num_cached_tokens
+        self._ended_s = time.perf_counter()
         metrics = self._metrics
         metrics.count_finish(reason)
-        mean_s = None
-        if num_tokens > 1 and self._first_s is not None:
-            mean_s = (self._last_s - self._first_s) / (num_tokens - 1)
+        mean_s = self._mean_s()
         if reason in ("stop", "length"):
             metrics.e2e_s.observe(self._last_s - self._caller.started_s)
             metrics.prompt_tokens.observe(self._num_prompt_tokens)
@@ -85,6 +96,41 @@ class SequenceStats:
                 metrics.per_output_token_s.observe(mean_s)
         if self._caller.is_logged and logger.isEnabledFor(logging.INFO):
             self._log(reason, num_tokens, num_cached_tokens, mean_s)
+
+    def _mean_s(self) -> float | None:
+        """Seconds a token after the first one took; None without one."""
+        if self._num_tokens <= 1 or self._first_s is None:
+            return None
+        return (self._last_s - self._first_s) / (self._num_tokens - 1)
+
+    def row(self, queue_s: float | None) -> RequestRow:
+        """What the sequence has cost so far.
+
+        Args:
+            queue_s: as in `take`.
+        """
+        state: RequestState = "waiting" if queue_s is None else "prefill"
+        if self._first_s is not None:
+            state = "running"
+        if self._finish_reason is not None:
+            state = "ended"
+        now_s = time.perf_counter() if self._ended_s is None else self._ended_s
+        ttft_s = None if self._first_s is None else self._first_s - self._caller.started_s
+        mean_s = self._mean_s()
+        return RequestRow(
+            id=f"{self._caller.request_id}[{self._index}]",
+            key=self._caller.key_name,
+            route=self._caller.route,
+            state=state,
+            finish_reason=self._finish_reason,
+            prompt_tokens=self._num_prompt_tokens,
+            cached_tokens=self._num_cached_tokens,
+            output_tokens=self._num_tokens,
+            queue_ms=None if queue_s is None else round(queue_s * 1e3, 3),
+            ttft_ms=None if ttft_s is None else round(ttft_s * 1e3, 3),
+            tokens_per_s=round(1 / mean_s, 2) if mean_s else None,
+            age_s=round(now_s - self._caller.started_s, 3),
+        )
 
     def _log(
         self, reason: str, num_tokens: int, num_cached_tokens: int, mean_s: float | None

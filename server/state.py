@@ -30,6 +30,7 @@ from compiled_engine.server.parsers.registry import (
     reasoning_parser_name,
     tool_parser_name,
 )
+from compiled_engine.server.recent import RecentRequests
 from compiled_engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class ServerState:
         default_sampling: values of requests that leave them out; from the model's own settings.
         engine_config: what the engine process was told; None where nobody knows.
         calls: the running calls, by their id.
+        recent: what running and recently ended sequences cost.
         request_ids: ids for the engine, never reused.
         text_pool: threads for tokenising and template rendering.
     """
@@ -141,6 +143,7 @@ class ServerState:
     metrics: ServerMetrics
     engine_config: EngineConfig | None = None
     calls: RunningCalls = field(default_factory=RunningCalls)
+    recent: RecentRequests = field(default_factory=RecentRequests)
     drain: Drain = field(default_factory=Drain)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     request_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))

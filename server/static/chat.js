@@ -1,177 +1,202 @@
 "use strict";
-// The chat page: keeps the conversation in memory, streams answers from /v1/chat/completions.
-// All text reaches the page as text nodes, never as markup.
-(() => {
-  const $ = (id) => document.getElementById(id);
-  const KEY = "compiled-engine-api-key";
-  const state = { messages: [], model: null, controller: null };
+// The conversation: turns in memory, one answer at a time, streamed from /v1/chat/completions.
 
-  function headers() {
-    const key = sessionStorage.getItem(KEY);
-    const result = { "Content-Type": "application/json" };
-    if (key) result.Authorization = "Bearer " + key;
-    return result;
+const chat = {
+  // { role: "user", text, node } or { role: "assistant", answer, view, node }
+  turns: [],
+  controller: null,
+  model: null,
+};
+
+const STARTERS = [
+  "Explain what a KV cache is in three sentences.",
+  "Write a Python function that reverses a linked list.",
+  "List three rivers in Europe and where they end.",
+];
+
+function showWelcome() {
+  const starters = el("div", { className: "starters" }, ...STARTERS.map((text) => button(text, () => sendText(text))));
+  $("messages").replaceChildren(
+    el("div", { className: "welcome" }, el("h2", {}, "Ask the model something"),
+      el("p", {}, "The conversation stays in this tab."), starters),
+  );
+}
+
+// Follows the end of the conversation unless the reader scrolled away from it.
+function followEnd(isForced = false) {
+  const list = $("messages");
+  if (isForced || list.scrollHeight - list.scrollTop - list.clientHeight < 160) list.scrollTop = list.scrollHeight;
+}
+
+function setRunning(controller) {
+  chat.controller = controller;
+  $("send").hidden = controller !== null;
+  $("stop").hidden = controller === null;
+}
+
+function historyBefore(turn) {
+  const turns = turn ? chat.turns.slice(0, chat.turns.indexOf(turn)) : chat.turns;
+  return turns.flatMap((each) => (each.role === "user" ? [{ role: "user", content: each.text }] : each.answer.messages()));
+}
+
+function addUserTurn(text) {
+  if (!chat.turns.length) $("messages").replaceChildren();
+  const turn = { role: "user", text };
+  const edit = button("Edit", () => editTurn(turn));
+  turn.node = el(
+    "article", { className: "message user", "aria-label": "You" },
+    el("header", {}, el("span", { className: "who" }, "You"), el("div", { className: "actions" }, edit)),
+    el("div", { className: "text" }, text),
+  );
+  chat.turns.push(turn);
+  $("messages").append(turn.node);
+}
+
+// Forgets a turn and all after it, with what stands below on the page.
+function forgetFrom(turn) {
+  for (const gone of chat.turns.splice(chat.turns.indexOf(turn))) {
+    while (gone.node.nextSibling) gone.node.nextSibling.remove();
+    gone.node.remove();
   }
+}
 
-  async function errorText(response) {
-    try {
-      return (await response.json()).error.message;
-    } catch {
-      return "the server answered " + response.status;
+function editTurn(turn) {
+  if (chat.controller !== null) return;
+  forgetFrom(turn);
+  if (!chat.turns.length) showWelcome();
+  $("input").value = turn.text;
+  $("input").focus();
+}
+
+function showError(error) {
+  const where = error.where ? el("div", { className: "where" }, error.where) : null;
+  const box = el("div", {}, el("div", { className: "what" }, error.title ?? "The request failed"), el("div", {}, error.message), where);
+  const retry = button("Try again", () => {
+    node.remove();
+    askModel();
+  });
+  const node = el("article", { className: "message error", role: "alert" }, box, el("div", { className: "continue" }, retry));
+  $("messages").append(node);
+  followEnd(true);
+}
+
+// The body of a request for the conversation so far; null, with the field shown, if a field is wrong.
+function checkedBody(messages) {
+  try {
+    return requestBody(chat.model, messages);
+  } catch (error) {
+    if (!(error instanceof FieldError)) throw error;
+    openSettings(error.id);
+    if ($(error.id + "-error")) {
+      $(error.id + "-error").textContent = error.message;
+      $(error.id).setAttribute("aria-invalid", "true");
+    } else {
+      toast(error.message);
     }
+    return null;
   }
+}
 
-  async function connect() {
-    try {
-      const response = await fetch("/v1/models", { headers: headers() });
-      $("key-form").hidden = response.status !== 401;
-      if (response.status === 401) {
-        $("model").textContent = "locked";
-        $("key").focus();
-        return;
-      }
-      if (!response.ok) throw new Error(await errorText(response));
-      state.model = (await response.json()).data[0].id;
-      $("model").textContent = state.model;
-      document.title = state.model + " – compiled-engine";
-      await waitUntilReady();
-      $("input").focus();
-    } catch (error) {
-      $("model").textContent = "not reachable";
-      $("stats").textContent = error.message;
+// Whether a request may be sent now; says why not.
+function canAsk() {
+  if (chat.controller !== null) return false;
+  if (chat.model === null) {
+    toast("The server has not said which model it serves yet.");
+    return false;
+  }
+  return true;
+}
+
+function sendText(text) {
+  if (!text || !canAsk()) return;
+  const last = chat.turns.at(-1);
+  if (last?.role === "assistant" && last.view.waitsForResults) {
+    toast("Send the tools’ results first.");
+    last.view.cards[0].field.focus();
+    return;
+  }
+  if (checkedBody([]) === null) return;
+  $("messages").querySelectorAll(".error").forEach((node) => node.remove());
+  // A question that got no answer is asked together with this one.
+  addUserTurn(text);
+  $("input").value = "";
+  askModel();
+}
+
+async function askModel() {
+  if (!canAsk()) return;
+  const body = checkedBody(historyBefore(null));
+  if (body === null) return;
+  const answer = new Answer(body);
+  const view = new AnswerView(answer, { retry: askAgain, continueWithResults });
+  const controller = new AbortController();
+  const turns = chat.turns;
+  setRunning(controller);
+  $("messages").append(view.node);
+  followEnd(true);
+  const failure = await streamAnswer(answer, view, controller);
+  view.end();
+  setRunning(null);
+  if (chat.turns !== turns) return; // a new chat was begun meanwhile
+  if (answer.firstMs === null) view.node.remove();
+  else turns.push({ role: "assistant", answer, view, node: view.node });
+  if (failure) showError(failure);
+  else if (answer.firstMs === null) toast("Stopped before the first token");
+  else announce("Answer complete: " + answer.stats().map(([label, value]) => label + " " + value).join(", "));
+  // Whoever is busy elsewhere on the page keeps the focus.
+  if (document.activeElement === document.body) (view.cards.find((card) => card.field)?.field ?? $("input")).focus();
+  followEnd();
+}
+
+// Reads the answer to its end; returns the error that ended it, if one did.
+async function streamAnswer(answer, view, controller) {
+  try {
+    const response = await call(CHAT_PATH, {
+      method: "POST",
+      headers: { "Content-Type": "application/json", "X-Request-ID": newRequestId() },
+      body: JSON.stringify(answer.body),
+      signal: controller.signal,
+    });
+    for await (const chunk of serverEvents(response)) {
+      answer.take(chunk);
+      view.changed(followEnd);
     }
-  }
-
-  async function waitUntilReady() {
-    for (;;) {
-      const response = await fetch("/ready");
-      const health = await response.json();
-      if (response.ok) {
-        $("stats").textContent = "\u00a0";
-        return;
-      }
-      $("stats").textContent = health.status + (health.phase_detail ? " – " + health.phase_detail : "");
-      await new Promise((resolve) => setTimeout(resolve, 1000));
+    return null;
+  } catch (error) {
+    if (controller.signal.aborted) {
+      answer.finish = "stopped by you";
+      return null;
     }
+    answer.finish = "error";
+    if (error.status === 401) openKeyForm("The API key is missing or wrong.");
+    return error;
   }
+}
 
-  function show(role, text) {
-    const box = document.createElement("div");
-    box.className = "message " + role;
-    box.dataset.role = role;
-    const node = document.createTextNode(text);
-    box.append(node);
-    $("messages").append(box);
-    box.scrollIntoView({ block: "end" });
-    return { box, node };
-  }
+// Ids of this tab's calls, which the table of requests marks.
+const CONSOLE_ID = "console-" + Math.random().toString(36).slice(2, 8);
+let numCalls = 0;
+function newRequestId() {
+  return CONSOLE_ID + "-" + ++numCalls;
+}
 
-  function setRunning(controller) {
-    state.controller = controller;
-    $("send").hidden = controller !== null;
-    $("stop").hidden = controller === null;
-    $("new").disabled = controller !== null;
-  }
+function askAgain(view) {
+  const turn = chat.turns.find((each) => each.view === view);
+  if (chat.controller !== null || !turn) return;
+  forgetFrom(turn);
+  askModel();
+}
 
-  function requestBody() {
-    const system = $("system").value.trim();
-    const body = {
-      model: state.model,
-      messages: [...(system ? [{ role: "system", content: system }] : []), ...state.messages],
-      stream: true,
-      stream_options: { include_usage: true },
-    };
-    if ($("temperature").value !== "") body.temperature = Number($("temperature").value);
-    if ($("max-tokens").value !== "") body.max_tokens = Number($("max-tokens").value);
-    return body;
-  }
+function continueWithResults(view) {
+  if (!canAsk()) return;
+  view.settleCalls();
+  askModel();
+}
 
-  // Yields the JSON of each event; an event may come in any number of pieces.
-  async function* events(stream) {
-    const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) throw new Error("the connection ended before the answer did");
-      const parts = (rest + value).split("\n\n");
-      rest = parts.pop();
-      for (const part of parts) {
-        const data = part.replace(/^data: /, "");
-        if (data === "[DONE]") return;
-        const event = JSON.parse(data);
-        if (event.error) throw new Error(event.error.message);
-        yield event;
-      }
-    }
-  }
-
-  async function answer() {
-    const controller = new AbortController();
-    setRunning(controller);
-    const { box, node } = show("assistant", "");
-    box.classList.add("running");
-    const started = performance.now();
-    let first = null;
-    let usage = null;
-    let finish = null;
-    try {
-      const response = await fetch("/v1/chat/completions", {
-        method: "POST",
-        headers: headers(),
-        body: JSON.stringify(requestBody()),
-        signal: controller.signal,
-      });
-      if (!response.ok) throw new Error(await errorText(response));
-      for await (const event of events(response.body)) {
-        if (event.usage) usage = event.usage;
-        for (const choice of event.choices) {
-          finish = choice.finish_reason ?? finish;
-          if (!choice.delta.content) continue;
-          first ??= performance.now();
-          node.appendData(choice.delta.content);
-          const list = $("messages");
-          if (list.scrollHeight - list.scrollTop - list.clientHeight < 120) {
-            list.scrollTop = list.scrollHeight;
-          }
-        }
-      }
-    } catch (error) {
-      if (controller.signal.aborted) finish = "stopped by you";
-      else show("error", error.message);
-    } finally {
-      box.classList.remove("running");
-      if (node.data) state.messages.push({ role: "assistant", content: node.data });
-      else box.remove();
-      showStats({ started, first, usage, finish });
-      setRunning(null);
-      $("input").focus();
-    }
-  }
-
-  function showStats({ started, first, usage, finish }) {
-    const parts = [];
-    if (first !== null) parts.push("first token " + Math.round(first - started) + " ms");
-    if (usage) {
-      parts.push(usage.completion_tokens + " tokens");
-      const seconds = (performance.now() - first) / 1000;
-      if (first !== null && usage.completion_tokens > 1 && seconds > 0) {
-        parts.push(((usage.completion_tokens - 1) / seconds).toFixed(1) + " tokens/s");
-      }
-      const cached = usage.prompt_tokens_details.cached_tokens;
-      parts.push("prompt " + usage.prompt_tokens + (cached ? " (" + cached + " cached)" : ""));
-    }
-    if (finish) parts.push("end: " + finish);
-    $("stats").textContent = parts.join(" · ") || "\u00a0";
-  }
-
+function startChat() {
   $("form").addEventListener("submit", (event) => {
     event.preventDefault();
-    const text = $("input").value.trim();
-    if (!text || state.controller !== null || state.model === null) return;
-    $("input").value = "";
-    state.messages.push({ role: "user", content: text });
-    show("user", text);
-    answer();
+    sendText($("input").value.trim());
   });
   $("input").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -179,18 +204,20 @@
       $("form").requestSubmit();
     }
   });
-  $("stop").addEventListener("click", () => state.controller?.abort());
+  $("stop").addEventListener("click", () => chat.controller?.abort());
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !event.defaultPrevented && !$("copy-dialog").open) chat.controller?.abort();
+  });
   $("new").addEventListener("click", () => {
-    state.messages = [];
-    $("messages").replaceChildren();
-    $("stats").textContent = "\u00a0";
+    chat.controller?.abort();
+    chat.turns = [];
+    showWelcome();
     $("input").focus();
   });
-  $("key-form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    sessionStorage.setItem(KEY, $("key").value);
-    $("key").value = "";
-    connect();
+  $("copy-next").addEventListener("click", () => {
+    const draft = $("input").value.trim();
+    const body = checkedBody([...historyBefore(null), ...(draft ? [{ role: "user", content: draft }] : [])]);
+    if (body !== null) copyText(curlCommand(body), "Command");
   });
-  connect();
-})();
+  showWelcome();
+}
