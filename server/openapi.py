@@ -88,6 +88,9 @@ def openapi_document(version: str) -> dict[str, Any]:
     paths[_STORED_RESPONSE] = {
         method: _stored_operation(method, refs) for method in ("get", "delete")
     }
+    paths["/console/data"]["get"]["parameters"] = [
+        {"name": "since", "in": "query", "schema": {"type": "integer", "minimum": 0}}
+    ]
     paths["/metrics"] = {
         "get": {
             "summary": "Prometheus metrics",

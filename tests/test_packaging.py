@@ -81,5 +81,7 @@ def test_wheel_holds_only_the_package(tmp_path):
     assert {name for name in top if not name.endswith(".dist-info")} == {PACKAGE}
     for name in ("py.typed", "custom_ops/csrc/paged_attention_cpu.cpp", "server/static/index.html"):
         assert f"{PACKAGE}/{name}" in names
+    for path in (ROOT / "server" / "static").iterdir():
+        assert f"{PACKAGE}/server/static/{path.name}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert len(names) == len(set(names))

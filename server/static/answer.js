@@ -69,7 +69,8 @@ class Answer {
     if (this.usage) {
       const { completion_tokens: tokens, prompt_tokens: prompt } = this.usage;
       const seconds = (this.lastMs - this.firstMs) / 1000;
-      if (this.firstMs !== null && tokens > 1 && seconds > 0) {
+      // What came in one piece has no speed.
+      if (this.firstMs !== null && tokens > 1 && seconds > 0.02) {
         stats.push(["speed", shown((tokens - 1) / seconds) + " tok/s"]);
       }
       stats.push(["output", WHOLE.format(tokens) + " tokens"]);
@@ -178,7 +179,7 @@ class AnswerView {
       this.cards[index].show();
     });
     this.stats.replaceChildren(
-      ...answer.stats().map(([label, value]) => el("span", {}, label + " ", el("b", {}, value))),
+      ...answer.stats().map(([label, value]) => el("span", {}, label + " ", el("span", { className: "v" }, value))),
     );
   }
 
@@ -231,6 +232,7 @@ class AnswerView {
       button("Ask again", () => this.actions.retry(this)),
     );
     if (this.answer.hasCalls) this.askForResults();
+    else if (this.cards.length) this.callList.append(el("p", { className: "note" }, "The answer was cut, so these calls are not in the next request."));
   }
 
   rawButton() {

@@ -6,7 +6,9 @@ const CHAT_PATH = "/v1/chat/completions";
 let apiKey = "";
 
 function requestHeaders(more = {}) {
-  return { ...more, ...(apiKey ? { Authorization: "Bearer " + apiKey } : {}) };
+  // Headers are bytes: a key beyond ASCII goes as UTF-8, as it would from curl.
+  const bytes = String.fromCharCode(...new TextEncoder().encode(apiKey));
+  return { ...more, ...(apiKey ? { Authorization: "Bearer " + bytes } : {}) };
 }
 
 // What went wrong, in parts that can be shown: a title, a message, and where it is.

@@ -13,7 +13,7 @@ function roundUp(value) {
 
 // Args of a chart: `title`, `unit`, `series` of { name, look, style, of(sample) } with style "line",
 // "thin", "area" or "stack", `least` as smallest top of the axis, `top(samples)` for a fixed one,
-// `format(value)`, `axis(value)` for axis values, `value(samples)` for the large number, `sub(samples, data)` for the line below.
+// `format(value)`, `axis(value)` for axis values, `tipUnit` where the cursor's unit differs, `value(samples)` for the large number, `sub(samples, data)` for the line below.
 class Chart {
   constructor(spec) {
     this.spec = { format: shown, ...spec };
@@ -66,7 +66,7 @@ class Chart {
   }
 
   top() {
-    if (this.spec.top) return this.spec.top(this.samples) || 1;
+    if (this.spec.top) return this.spec.top(this.samples) || 4;
     let most = 0;
     for (const sample of this.samples) {
       for (const { of } of this.spec.series) most = Math.max(most, of(sample) ?? 0);
@@ -112,9 +112,10 @@ class Chart {
         const back = run.toReversed().map((point) => `L${point.x.toFixed(1)} ${at(point.base)}`).join("");
         nodes.push(svg("path", { class: `area ${look} ${style === "stack" ? "solid" : ""}`, d: line + back + "Z" }));
       }
-      // A round cap makes a dot of a point that stands alone.
-      const d = run.length === 1 ? line + "h0.01" : line;
-      if (style !== "stack") nodes.push(svg("path", { class: `line ${look} ${style === "thin" ? "thin" : ""}`, d }));
+      if (style === "stack") continue;
+      nodes.push(svg("path", { class: `line ${look} ${style === "thin" ? "thin" : ""}`, d: line }));
+      // A line of one point is nothing to see.
+      if (run.length === 1) nodes.push(svg("circle", { class: "point " + look, cx: run[0].x, cy: at(run[0].value), r: 1.8 }));
     }
     return nodes;
   }
@@ -125,7 +126,7 @@ class Chart {
     if (sample === undefined) return [];
     const parts = this.spec.series.map(({ name, of }) => `${name} ${this.spec.format(of(sample))}`);
     const time = new Date(sample.time_s * 1000).toLocaleTimeString();
-    this.tip.textContent = `${time}\n${parts.join(" · ")} ${this.spec.unit}`;
+    this.tip.textContent = `${time}\n${parts.join(" · ")} ${this.spec.tipUnit ?? this.spec.unit}`;
     const at = x(sample.number);
     const nodes = [svg("line", { class: "cursor", x1: at, x2: at, y1: MARGIN.top, y2: height - MARGIN.bottom })];
     for (const { of, look, style } of this.spec.series) {

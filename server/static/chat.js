@@ -70,12 +70,15 @@ function editTurn(turn) {
 
 function showError(error) {
   const where = error.where ? el("div", { className: "where" }, error.where) : null;
-  const box = el("div", {}, el("div", { className: "what" }, error.title ?? "The request failed"), el("div", {}, error.message), where);
   const retry = button("Try again", () => {
     node.remove();
     askModel();
   });
-  const node = el("article", { className: "message error", role: "alert" }, box, el("div", { className: "continue" }, retry));
+  const box = el(
+    "div", { className: "box" },
+    el("div", { className: "what" }, error.title ?? "The request failed"), el("div", {}, error.message), where, retry,
+  );
+  const node = el("article", { className: "message error", role: "alert" }, box);
   $("messages").append(node);
   followEnd(true);
 }
@@ -174,7 +177,7 @@ async function streamAnswer(answer, view, controller) {
 }
 
 // Ids of this tab's calls, which the table of requests marks.
-const CONSOLE_ID = "console-" + Math.random().toString(36).slice(2, 8);
+const CONSOLE_ID = "ui-" + Math.random().toString(36).slice(2, 8);
 let numCalls = 0;
 function newRequestId() {
   return CONSOLE_ID + "-" + ++numCalls;

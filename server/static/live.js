@@ -39,19 +39,19 @@ const CHARTS = [
     sub: (samples) => ageText(samples, (s) => s.ttft_p50_ms),
   },
   {
-    title: "Rows in use", unit: "running", least: 4,
+    title: "Rows in use", unit: "running", tipUnit: "", least: 4,
     series: [{ name: "rows", look: "accent", style: "area", of: (s) => s.num_running }],
     value: (samples) => newest(samples, (s) => s.num_running),
     sub: (samples) => ["most in 5 min: " + shown(Math.max(0, ...samples.map((s) => s.num_running)))],
   },
   {
-    title: "Queue", unit: "waiting", least: 4,
+    title: "Queue", unit: "waiting", tipUnit: "", least: 4,
     series: [{ name: "waiting", look: "amber", style: "area", of: (s) => s.num_waiting }],
     value: (samples) => newest(samples, (s) => s.num_waiting),
     sub: (samples) => ["unfinished prompt tokens " + shown(newest(samples, (s) => s.num_queued_tokens))],
   },
   {
-    title: "KV pages", unit: "pages active",
+    title: "KV pages", unit: "pages active", tipUnit: "pages", axis: (value) => (value < 1e4 ? WHOLE : COMPACT).format(value),
     top: (samples) => newest(samples, (s) => s.num_pages_active + s.num_pages_cached + s.num_pages_free),
     series: [
       { name: "active", look: "accent", style: "stack", of: (s) => s.num_pages_active },
@@ -62,7 +62,7 @@ const CHARTS = [
     sub: () => [],
   },
   {
-    title: "Prefix cache hits", unit: "% of prompt tokens", format: percent,
+    title: "Prefix cache hits", unit: "% of prompt tokens", tipUnit: "%", format: percent,
     top: () => 1, axis: percent,
     series: [{ name: "hits", look: "blue", style: "area", of: (s) => s.cache_hit_rate }],
     value: (samples) => lastKnown(samples, (s) => s.cache_hit_rate).value,

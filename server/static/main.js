@@ -53,6 +53,7 @@ function startKey() {
     event.preventDefault();
     apiKey = $("key").value.trim();
     $("key").value = "";
+    $("key-open").textContent = apiKey ? "API key set" : "API key";
     if (!live.isLocked) closeKeyForm();
     poll();
     $("input").focus();

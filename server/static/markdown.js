@@ -3,12 +3,13 @@
 // code, emphasis and links. There is no way from text to markup here: every text ends in a text
 // node, links go to http(s) addresses only, and images are never loaded.
 
+// Every part is bounded, so that no text takes long however it is made.
 const INLINE = new RegExp(
   [
-    "(?<code>`+)(?<codeText>(?:(?!\\k<code>).)+)\\k<code>(?!`)",
-    "\\*\\*(?<strong>[^\\s*](?:(?:(?!\\*\\*).)*[^\\s*])?)\\*\\*",
-    "(?<![\\w*])\\*(?<em>[^\\s*](?:[^*]*[^\\s*])?)\\*(?![\\w*])",
-    "(?<image>!?)\\[(?<label>[^\\]]*)\\]\\((?<target>[^\\s()]*(?:\\([^\\s()]*\\)[^\\s()]*)*)\\)",
+    "(?<!`)(?<code>`{1,3})(?!`)(?<codeText>(?:(?!\\k<code>).){1,500})\\k<code>(?!`)",
+    "\\*\\*(?<strong>[^\\s*](?:(?:(?!\\*\\*).){0,500}[^\\s*])?)\\*\\*",
+    "(?<![\\w*])\\*(?<em>[^\\s*](?:[^*]{0,500}[^\\s*])?)\\*(?![\\w*])",
+    "(?<image>!?)\\[(?<label>[^\\][]{0,300})\\]\\((?<target>[^\\s()]{0,800}(?:\\([^\\s()]{0,99}\\)[^\\s()]{0,99}){0,4})\\)",
   ].join("|"),
   "s",
 );
@@ -54,6 +55,8 @@ const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 
+const isTableRule = (line) => line !== undefined && line.length < 500 && TABLE_RULE.test(line);
+
 // Splits a text into blocks: `{ kind, lines }`. A block that is complete never changes when more
 // text comes, so its nodes can be kept.
 function markdownBlocks(text) {
@@ -69,9 +72,9 @@ function markdownBlocks(text) {
       blocks.push({ kind: "code", language: fence[2], lines: body });
     } else if (/^#{1,6}\s/.test(line)) {
       blocks.push({ kind: "heading", level: line.indexOf(" "), lines: [line.replace(/^#+\s+/, "")] });
-    } else if (/^ {0,3}([-*_])(\s*\1){2,}\s*$/.test(line)) {
+    } else if (line.length < 100 && /^ {0,3}([-*_])(\s*\1){2,}\s*$/.test(line)) {
       blocks.push({ kind: "rule", lines: [] });
-    } else if (line.includes("|") && TABLE_RULE.test(lines[i + 1] ?? "") && lines[i + 1].includes("-")) {
+    } else if (line.includes("|") && isTableRule(lines[i + 1])) {
       const rows = [line];
       for (i += 1; lines[i + 1]?.includes("|"); i++) rows.push(lines[i + 1]);
       blocks.push({ kind: "table", lines: rows });

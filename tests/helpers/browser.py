@@ -1,6 +1,6 @@
 """Drives a headless Chromium over its DevTools protocol, with nothing but aiohttp.
 
-Owns starting the browser with a fresh profile and ending it. A page is driven by JavaScript
+Owns starting the browser with a fresh profile and ending it. A tab is driven by JavaScript
 expressions; there are no element handles.
 """
 
@@ -12,15 +12,18 @@ import contextlib
 import itertools
 import os
 import shutil
+import subprocess
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
 
 REQUIRED_VARIABLE = "COMPILED_ENGINE_TEST_CHROMIUM"
+_KEY_CODES = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -109,11 +112,33 @@ class Page:
         """Types into the focused element."""
         await self.call("Input.insertText", text=text)
 
-    async def press_enter(self) -> None:
-        """Presses Enter in the focused element."""
-        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+    async def press(self, name: str, *, shift: bool = False) -> None:
+        """Presses a key of `_KEY_CODES` in the focused element."""
+        key = {"key": name, "code": name, "windowsVirtualKeyCode": _KEY_CODES[name]}
+        key["modifiers"] = 8 if shift else 0
+        if name == "Enter":
+            key["text"] = "\r"
         await self.call("Input.dispatchKeyEvent", type="keyDown", **key)
         await self.call("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    async def move_pointer(self, x: float, y: float) -> None:
+        """Moves the mouse, in pixels of the window."""
+        await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    async def resize(self, width: int, height: int) -> None:
+        """Sets the size of the window, in pixels."""
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+
+    async def prefer(self, scheme: str) -> None:
+        """Sets the system's colour scheme: "light" or "dark"."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        await self.call("Emulation.setEmulatedMedia", features=[feature])
 
     async def screenshot(self, path: Path) -> None:
         """Writes a PNG of the visible part."""
@@ -127,38 +152,55 @@ class Page:
         await self._socket.close()
 
 
-@contextlib.asynccontextmanager
-async def browser_page(session: aiohttp.ClientSession) -> AsyncIterator[Page]:
-    """A tab of a fresh browser, which ends with the block."""
+P = TypeVar("P", bound=Page)
+
+
+class Browser:
+    """A Chromium with a fresh profile, from `running_browser`; tests share it, each with a tab.
+
+    Args:
+        port: where it takes commands, on 127.0.0.1.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/json"
+
+    @contextlib.asynccontextmanager
+    async def page(self, session: aiohttp.ClientSession, kind: type[P]) -> AsyncIterator[P]:
+        """A new tab, which is closed with the block."""
+        async with session.put(f"{self._url}/new?about:blank") as response:
+            target = await response.json(content_type=None)
+        page = kind(await session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0))
+        try:
+            yield page
+        finally:
+            await page.close()
+            async with session.get(f"{self._url}/close/{target['id']}"):
+                pass
+
+
+@contextlib.contextmanager
+def running_browser() -> Iterator[Browser]:
+    """Starts Chromium and ends it with the block; see `find_chromium` for where there is none."""
+    path = find_chromium()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        process = await asyncio.create_subprocess_exec(
-            find_chromium(),
-            *_FLAGS,
-            f"--user-data-dir={profile}",
-            "about:blank",
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [path, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
-            port = await _debugging_port(Path(profile))
-            async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
-                targets = await response.json()
-            target = next(t for t in targets if t["type"] == "page")
-            page = Page(await session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0))
-            try:
-                yield page
-            finally:
-                await page.close()
+            yield Browser(_debugging_port(Path(profile)))
         finally:
             process.terminate()
-            await process.wait()
+            process.wait()
 
 
-async def _debugging_port(profile: Path) -> int:
+def _debugging_port(profile: Path) -> int:
     """Chromium writes the port it took into its profile."""
     path = profile / "DevToolsActivePort"
-    for _ in range(400):
+    for _ in range(600):
         if path.exists() and path.read_text().strip():
             return int(path.read_text().split()[0])
-        await asyncio.sleep(0.05)
-    raise AssertionError("Chromium did not open its debugging port within 20 s")
+        time.sleep(0.05)
+    raise AssertionError("Chromium did not open its debugging port within 30 s")

@@ -29,16 +29,18 @@ class Server:
     Attributes:
         url: base address.
         session: an aiohttp session without base address.
+        app: the application itself.
         state: the server's own state, for assertions.
         engine: the fake engine.
     """
 
     def __init__(
-        self, url: str, session: aiohttp.ClientSession, state: ServerState, engine: FakeEngine
+        self, url: str, session: aiohttp.ClientSession, app: web.Application, engine: FakeEngine
     ) -> None:
         self.url = url
         self.session = session
-        self.state = state
+        self.app = app
+        self.state: ServerState = app[STATE]
         self.engine = engine
 
     async def get(self, path: str, **kwargs: Any) -> tuple[int, Any]:
@@ -99,7 +101,7 @@ def with_server(
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         try:
             async with aiohttp.ClientSession() as session:
-                await test(Server(url, session, app[STATE], used_engine))
+                await test(Server(url, session, app, used_engine))
         finally:
             await runner.cleanup()
             sock.close()

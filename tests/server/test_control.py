@@ -1,7 +1,10 @@
 """Routes that generate nothing, the API key, error shapes, metrics."""
 
 import asyncio
+import base64
+import hashlib
 import logging
+import re
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -180,6 +183,7 @@ def test_openapi_covers_every_route():
             "/get_model_info",
             "/get_weight_version",
             "/v1/loads",
+            "/console/data",
             "/abort_request",
             "/flush_cache",
             "/pause_generation",
@@ -206,10 +210,19 @@ def test_page_is_self_contained():
             text = await response.text()
             policy = response.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
-        assert policy.count("sha256-") == 2
-        assert "/* chat.js */" not in text
-        assert "http://" not in text
-        assert "https://" not in text
+        elements = re.findall(r"<(style|script)>(.*?)</\1>", text, re.DOTALL)
+        assert {kind for kind, _ in elements} == {"style", "script"}
+        assert len(elements) == text.count("<style") + text.count("<script")
+        for _, content in elements:
+            digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+            assert f"'sha256-{digest}'" in policy
+        assert policy.count("sha256-") == len(elements)
+        assert "unsafe" not in policy
+        # The one address in it is the name space of the icon, which is inside the page.
+        assert set(re.findall(r"https?://[\w.]+[\w./]*", text)) == {
+            "http://www.w3.org/2000/svg",
+        }
+        assert re.findall(r'(?:src|href)="(?!data:|#)', text) == []
 
     with_server(body)
 

@@ -20,7 +20,6 @@ from compiled_engine.server.app import (
     make_app,
     serve_app,
 )
-from compiled_engine.server.state import STATE
 from tests.helpers.fake_engine import ByteTokenizer, FakeEngine, text_reply
 from tests.helpers.server_harness import Server, eventually, with_server
 
@@ -174,7 +173,7 @@ def _serve(engine: FakeEngine, test, *, drain_timeout_s: float = 5.0) -> int:
         await started.wait()
         await ready.wait()
         async with aiohttp.ClientSession() as session:
-            await test(Server(url, session, app[STATE], engine))
+            await test(Server(url, session, app, engine))
             return await serving
 
     return asyncio.run(run())
