@@ -170,11 +170,16 @@ function showRequests(data) {
   $("requests-note").textContent = wanted.length ? `${WHOLE.format(data.num_running)} unfinished; the newest ones are shown` : "";
 }
 
+// Requests of this tab are called by their number.
+function shownId(id) {
+  return id.startsWith(CONSOLE_ID) ? "chat " + id.slice(CONSOLE_ID.length + 1).replace("[0]", "") : id;
+}
+
 function rowCells(row) {
   const state = row.finish_reason ?? row.state;
   const number = (value) => el("td", { className: "n" }, value);
   return [
-    el("td", { className: "id", title: row.id + (row.key ? "\nkey: " + row.key : "") }, row.id),
+    el("td", { className: "id", title: row.id + (row.key ? "\nkey: " + row.key : "") }, shownId(row.id)),
     el("td", {}, el("span", { className: "badge", data: { state } }, state)),
     number(WHOLE.format(row.prompt_tokens)),
     number(WHOLE.format(row.cached_tokens)),
