@@ -23,9 +23,15 @@ function showWelcome() {
 }
 
 // Follows the end of the conversation unless the reader scrolled away from it.
+let isFollowing = true;
 function followEnd(isForced = false) {
+  if (isForced || isFollowing) $("messages").scrollTop = $("messages").scrollHeight;
+}
+
+// Text that grows does not scroll by itself: this is the reader, or `followEnd`.
+function scrolled() {
   const list = $("messages");
-  if (isForced || list.scrollHeight - list.scrollTop - list.clientHeight < 160) list.scrollTop = list.scrollHeight;
+  isFollowing = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
 }
 
 function setRunning(controller) {
@@ -222,5 +228,6 @@ function startChat() {
     const body = checkedBody([...historyBefore(null), ...(draft ? [{ role: "user", content: draft }] : [])]);
     if (body !== null) copyText(curlCommand(body), "Command");
   });
+  $("messages").addEventListener("scroll", scrolled);
   showWelcome();
 }

@@ -204,6 +204,10 @@ def test_nothing_that_a_model_writes_runs(browser):
             await page.shot("attack")
             # Nothing was even tried: a blocked load or script would be an error.
             assert page.errors == []
+            # The end of the answer is in view, however fast it came.
+            rest = "(() => { const list = document.getElementById('messages');"
+            rest += "return list.scrollHeight - list.scrollTop - list.clientHeight; })()"
+            assert await page.value(rest) < 2
             # A text never takes long to show, however it is made.
             hostile = "x " + "`" * 20_000, "*a" * 9_000, "[" * 20_000, "[a](" * 5_000, "**a" * 7_000
             hostile += (
