@@ -30,8 +30,9 @@ from compiled_engine.errors import (
     ForbiddenError,
     InvalidRequestError,
 )
-from compiled_engine.server import control, operate
+from compiled_engine.server import control, operate, responses
 from compiled_engine.server.admission import Admission
+from compiled_engine.server.background import JOBS, Jobs, run_jobs
 from compiled_engine.server.calls import CALLER, Caller
 from compiled_engine.server.chat import create_chat_completion
 from compiled_engine.server.completions import create_completion
@@ -44,7 +45,6 @@ from compiled_engine.server.messages import count_tokens, create_message
 from compiled_engine.server.messages_protocol import messages_error_response
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.response_store import RESPONSES, ResponseStore
-from compiled_engine.server.responses import create_response, delete_response, get_response
 from compiled_engine.server.sse import error_response
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.validation import default_sampling_params
@@ -136,12 +136,16 @@ def make_app(
     app[STATE] = state
     app[RESPONSES] = ResponseStore()
     app[HISTORY] = History(engine_client, admission, state.metrics)
+    app[JOBS] = Jobs()
     app[_PAGE] = page
     app[_KEYS] = ApiKeys(config.api_key, read_keys(config.api_key_file))
     app.add_routes(_routes(page))
+    app.add_routes(responses.ROUTES)
     app.add_routes(operate.ROUTES)
     app.on_response_prepare.append(_add_request_id)
     app.cleanup_ctx.append(_run_parts)
+    # Behind the engine client, so that it is cleaned up first.
+    app.cleanup_ctx.append(run_jobs)
     return app
 
 
@@ -160,9 +164,6 @@ def _routes(page: ConsolePage) -> list[web.RouteDef]:
         web.post("/v1/chat/completions", create_chat_completion),
         web.post(_MESSAGES_PATH, create_message),
         web.post(f"{_MESSAGES_PATH}/count_tokens", count_tokens),
-        web.post("/v1/responses", create_response),
-        web.get("/v1/responses/{response_id}", get_response),
-        web.delete("/v1/responses/{response_id}", delete_response),
         web.post("/tokenize", control.tokenize),
         web.post("/detokenize", control.detokenize),
         web.post("/generate", create_generation),

@@ -10,7 +10,7 @@ import msgspec
 from compiled_engine.server import console_protocol as console
 from compiled_engine.server import messages_protocol as messages
 from compiled_engine.server import native_protocol as native
-from compiled_engine.server import protocol
+from compiled_engine.server import protocol, responses_items
 from compiled_engine.server import responses_protocol as responses
 
 _BODY_ROUTES: tuple[tuple[str, str, type[msgspec.Struct], type[msgspec.Struct]], ...] = (
@@ -57,6 +57,13 @@ _STREAM_TYPES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/generate": (native.NativeAnswer,),
 }
 _STORED_RESPONSE = "/v1/responses/{response_id}"
+# What can be done with a stored response.
+_STORED_ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct]], ...] = (
+    (_STORED_RESPONSE, "get", "A stored response", responses.ResponseObject),
+    (_STORED_RESPONSE, "delete", "Forget a stored response", responses.DeletedResponse),
+    (f"{_STORED_RESPONSE}/cancel", "post", "End a background response", responses.ResponseObject),
+    (f"{_STORED_RESPONSE}/input_items", "get", "Input of a response", responses_items.InputItems),
+)
 _OPEN_PATHS = ("/health", "/ready", "/progress", "/metrics")
 _ERRORS = {
     "400": "A field is wrong or cannot be honoured; `param` names it.",
@@ -85,9 +92,8 @@ def openapi_document(version: str) -> dict[str, Any]:
         paths[path] = {"post": _operation(path, summary, refs, response.__name__, request.__name__)}
     for path, summary, answer in _GET_ROUTES:
         paths[path] = {"get": _operation(path, summary, refs, answer.__name__, None)}
-    paths[_STORED_RESPONSE] = {
-        method: _stored_operation(method, refs) for method in ("get", "delete")
-    }
+    for path, method, summary, answer in _STORED_ROUTES:
+        paths.setdefault(path, {})[method] = _stored_operation(summary, refs, answer.__name__)
     paths["/console/data"]["get"]["parameters"] = [
         {"name": "since", "in": "query", "schema": {"type": "integer", "minimum": 0}}
     ]
@@ -121,15 +127,15 @@ def _shown_types() -> Iterator[type[msgspec.Struct]]:
         yield kind
     for events in _STREAM_TYPES.values():
         yield from events
-    yield from (protocol.ErrorResponse, responses.DeletedResponse)
+    for _, _, _, kind in _STORED_ROUTES:
+        yield kind
+    yield protocol.ErrorResponse
 
 
-def _stored_operation(method: str, refs: dict[str, Any]) -> dict[str, Any]:
-    is_get = method == "get"
-    answer = "ResponseObject" if is_get else "DeletedResponse"
-    summary = "A stored response" if is_get else "Forget a stored response"
+def _stored_operation(summary: str, refs: dict[str, Any], answer: str) -> dict[str, Any]:
     operation = _operation(_STORED_RESPONSE, summary, refs, answer, None)
     error = {"application/json": {"schema": refs["ErrorResponse"]}}
+    operation["responses"]["400"] = {"description": _ERRORS["400"], "content": error}
     operation["responses"]["404"] = {"description": "It is not stored.", "content": error}
     operation["parameters"] = [
         {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}

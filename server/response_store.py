@@ -21,15 +21,22 @@ class StoredResponse:
     Attributes:
         body: JSON of the response.
         history: JSON of all chat messages up to and with the answer, without instructions.
+        items: JSON of the request's own input, see `responses_items`.
+        is_background: it was made in the background.
+        events: of its stream, where they can be sent again.
     """
 
     body: bytes
     history: bytes
+    items: bytes = b""
+    is_background: bool = False
+    events: tuple[bytes, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes it counts for."""
-        return len(self.body) + len(self.history)
+        parts = (self.body, self.history, self.items, *(self.events or ()))
+        return sum(map(len, parts))
 
 
 class ResponseStore:

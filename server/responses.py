@@ -6,16 +6,18 @@ Owns the handlers. The request's translation is in `responses_request`, the answ
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
 
-from compiled_engine.errors import UnknownModelError
+from compiled_engine.errors import EngineError, UnknownModelError
 from compiled_engine.server.admission import Permit
+from compiled_engine.server.background import JOBS, Job
 from compiled_engine.server.calls import CALLER
 
 # The chat path's one way from a chat request to sequences.
@@ -24,6 +26,7 @@ from compiled_engine.server.generation import call_scope, generate, read_request
 from compiled_engine.server.logprobs import chat_logprobs
 from compiled_engine.server.protocol import ChatMessage
 from compiled_engine.server.response_store import RESPONSES, ResponseStore, StoredResponse
+from compiled_engine.server.responses_items import ListedItem, listed_items, page_of
 from compiled_engine.server.responses_protocol import (
     DeletedResponse,
     ReasoningConfig,
@@ -35,14 +38,23 @@ from compiled_engine.server.responses_protocol import (
 )
 from compiled_engine.server.responses_request import (
     FIELD_NAMES,
+    SEALED_REASONING,
     add_input,
     add_output,
     chat_request,
 )
 from compiled_engine.server.responses_stream import ResponseWriter, TokenLister
-from compiled_engine.server.sse import json_response
+from compiled_engine.server.sse import StreamForm, error_body, json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.translation import fields_named, refuse, stream_events
+
+
+def _sent_failure(error: EngineError) -> bytes:
+    return b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
+
+
+# Events that are bytes already.
+_SENT_EVENTS = StreamForm(bytes, _sent_failure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,36 +65,72 @@ class _Work:
         call: of the chat path.
         writer: makes the answer.
         conversation: what came before, with this call's input; without instructions.
+        items: the call's own input.
         store: where the answer is kept.
     """
 
     call: ChatCall
     writer: ResponseWriter
     conversation: list[ChatMessage]
+    items: list[ListedItem]
     store: ResponseStore
 
-    def keep(self) -> None:
-        """Stores the whole answer, if the client did not forbid it."""
+    def keep(self, job: Job | None = None) -> None:
+        """Stores the whole answer, if the client did not forbid it.
+
+        Args:
+            job: that made it in the background.
+        """
         response = self.writer.response
-        if response.store:
-            add_output(self.conversation, response.output)
-            stored = StoredResponse(
-                body=msgspec.json.encode(response), history=msgspec.json.encode(self.conversation)
-            )
-            self.store.put(self.call.caller.key_name, response.id, stored)
+        if not response.store:
+            return
+        add_output(self.conversation, response.output)
+        stored = StoredResponse(
+            body=msgspec.json.encode(response),
+            history=msgspec.json.encode(self.conversation),
+            items=msgspec.json.encode(self.items),
+            is_background=job is not None,
+            events=tuple(job.events) if job is not None and job.events is not None else None,
+        )
+        self.store.put(self.call.caller.key_name, response.id, stored)
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
     """Handles one call; errors are raised for the error middleware."""
     state = request.app[STATE]
-    async with call_scope(request) as permit:
+    async with contextlib.AsyncExitStack() as scope:
+        permit = await scope.enter_async_context(call_scope(request))
         async with state.drain.interruptible():
             work = await _read(request, permit)
+        if work.writer.response.background:
+            return await _begin_background(request, work, scope.pop_all())
         if work.call.sampling.stream:
-            return await stream_events(request, _events(state, work), work.writer.failed)
-        async for _ in _events(state, work):
+            return await stream_events(request, _kept_events(state, work), work.writer.failed)
+        async for _ in _kept_events(state, work):
             pass
         return json_response(work.writer.response)
+
+
+async def _begin_background(
+    request: web.Request, work: _Work, scope: contextlib.AsyncExitStack
+) -> web.StreamResponse:
+    """Answers while the work goes on by itself; `scope` ends with the work."""
+
+    async def events() -> AsyncGenerator[ResponsesEvent, None]:
+        async with scope, contextlib.aclosing(_events(request.app[STATE], work)) as inner:
+            async for event in inner:
+                yield event
+
+    job = request.app[JOBS].start(
+        work.call.caller.key_name,
+        work.writer,
+        events(),
+        keeps_events=work.call.sampling.stream,
+        keep=work.keep,
+    )
+    if work.call.sampling.stream:
+        return await stream_response(request, job.follow(0), _SENT_EVENTS)
+    return json_response(work.writer.response)
 
 
 async def _read(request: web.Request, permit: Permit) -> _Work:
@@ -90,14 +138,22 @@ async def _read(request: web.Request, permit: Permit) -> _Work:
     body = await read_request(request, ResponsesRequest)
     conversation: list[ChatMessage] = []
     if body.previous_response_id is not None:
+        if request.app[JOBS].get(caller.key_name, body.previous_response_id) is not None:
+            refuse("previous_response_id", "is of a response that is not finished yet")
         stored = _stored(request, body.previous_response_id, "previous_response_id")
         conversation = msgspec.json.decode(stored.history, type=list[ChatMessage])
     add_input(conversation, body.input)
     chat = chat_request(body, conversation)
     with fields_named(FIELD_NAMES):
         call = await prepare_chat(state, chat, permit, caller)
-    writer = ResponseWriter(_head(state, body, call), _token_lister(state, call))
-    return _Work(call=call, writer=writer, conversation=conversation, store=store)
+    head = _head(state, body, call)
+    writer = ResponseWriter(
+        head,
+        _token_lister(state, call),
+        seals_reasoning=SEALED_REASONING in (body.include or ()),
+    )
+    items = listed_items(head.id, body.input)
+    return _Work(call=call, writer=writer, conversation=conversation, items=items, store=store)
 
 
 def _head(state: ServerState, body: ResponsesRequest, call: ChatCall) -> ResponseObject:
@@ -108,6 +164,7 @@ def _head(state: ServerState, body: ResponsesRequest, call: ChatCall) -> Respons
         created_at=int(time.time()),
         model=state.model_name,
         status="in_progress",
+        background=bool(body.background),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
@@ -149,10 +206,16 @@ async def _events(state: ServerState, work: _Work) -> AsyncGenerator[ResponsesEv
                         yield event
                 for event in writer.take(piece):
                     yield event
-    last = writer.finish(usage_of(call.runs, 1))
-    # Before the client can know of it and refer to it.
-    work.keep()
-    yield last
+    yield writer.finish(usage_of(call.runs, 1))
+
+
+async def _kept_events(state: ServerState, work: _Work) -> AsyncGenerator[ResponsesEvent, None]:
+    """The same; the answer is stored before the client can know of it and refer to it."""
+    async with contextlib.aclosing(_events(state, work)) as events:
+        async for event in events:
+            if work.writer.response.usage is not None:
+                work.keep()
+            yield event
 
 
 def _stored(request: web.Request, response_id: str, param: str) -> StoredResponse:
@@ -171,18 +234,100 @@ def _unknown(response_id: str, param: str) -> UnknownModelError:
     )
 
 
-async def get_response(request: web.Request) -> web.Response:
-    """`GET /v1/responses/{id}`: a stored answer, in one piece."""
-    for name, value in request.query.items():
-        if not (name == "stream" and value == "false"):
-            refuse(name[:64])
-    stored = _stored(request, request.match_info["response_id"], "response_id")
-    return web.Response(body=stored.body, content_type="application/json")
+async def get_response(request: web.Request) -> web.StreamResponse:
+    """`GET /v1/responses/{id}`: a stored or running answer.
+
+    With `stream=true` the events of one that was made with background and stream, behind number
+    `starting_after`.
+    """
+    query = dict(request.query)
+    is_stream = query.pop("stream", "false")
+    if is_stream not in ("true", "false"):
+        refuse("stream", "must be true or false")
+    start = _start(query.pop("starting_after", None), is_stream=is_stream == "true")
+    if query.pop("include_obfuscation", "false") != "false":
+        refuse("include_obfuscation")
+    for name in query:
+        refuse(name[:64])
+    job = _job(request)
+    if is_stream == "true":
+        if job is not None and job.events is not None:
+            return await stream_response(request, job.follow(start), _SENT_EVENTS)
+        stored = None if job is not None else _stored(request, _id(request), "response_id")
+        if stored is None or stored.events is None:
+            refuse("stream", "needs a response that was made with background and stream")
+        return await stream_response(request, _sent(stored.events[start:]), _SENT_EVENTS)
+    if job is not None:
+        return json_response(job.writer.response)
+    return _json(_stored(request, _id(request), "response_id").body)
+
+
+def _start(after: str | None, *, is_stream: bool) -> int:
+    """Number of the first event to send."""
+    if after is None:
+        return 0
+    if not is_stream:
+        refuse("starting_after", "needs stream=true")
+    if not (after.isascii() and after.isdigit() and len(after) <= 12):
+        refuse("starting_after", "must be the number of an event")
+    return int(after) + 1
+
+
+async def _sent(events: Sequence[bytes]) -> AsyncGenerator[bytes, None]:
+    for event in events:
+        yield event
+
+
+def _job(request: web.Request) -> Job | None:
+    return request.app[JOBS].get(request[CALLER].key_name, _id(request))
+
+
+def _id(request: web.Request) -> str:
+    return request.match_info["response_id"]
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
+
+
+async def cancel_response(request: web.Request) -> web.Response:
+    """`POST /v1/responses/{id}/cancel`: ends one that is made in the background.
+
+    One that has ended stays as it is.
+    """
+    job = _job(request)
+    if job is not None:
+        await job.cancel()
+        return json_response(job.writer.response)
+    stored = _stored(request, _id(request), "response_id")
+    if not stored.is_background:
+        refuse("response_id", "is of a response that was not made with background")
+    return _json(stored.body)
 
 
 async def delete_response(request: web.Request) -> web.Response:
     """`DELETE /v1/responses/{id}`; answers that continue it stay as they are."""
-    response_id = request.match_info["response_id"]
-    if not request.app[RESPONSES].delete(request[CALLER].key_name, response_id):
-        raise _unknown(response_id, "response_id")
-    return json_response(DeletedResponse(response_id))
+    job = _job(request)
+    if job is not None:
+        await job.cancel()
+    if not request.app[RESPONSES].delete(request[CALLER].key_name, _id(request)):
+        raise _unknown(_id(request), "response_id")
+    return json_response(DeletedResponse(_id(request)))
+
+
+async def list_input_items(request: web.Request) -> web.Response:
+    """`GET /v1/responses/{id}/input_items`: what the call itself gave, in pages."""
+    if _job(request) is not None:
+        refuse("response_id", "is of a response that is not finished yet")
+    stored = _stored(request, _id(request), "response_id")
+    items = msgspec.json.decode(stored.items, type=list[ListedItem])
+    return json_response(page_of(items, request.query))
+
+
+ROUTES = (
+    web.post("/v1/responses", create_response),
+    web.get("/v1/responses/{response_id}", get_response),
+    web.delete("/v1/responses/{response_id}", delete_response),
+    web.post("/v1/responses/{response_id}/cancel", cancel_response),
+    web.get("/v1/responses/{response_id}/input_items", list_input_items),
+)

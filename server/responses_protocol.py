@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from compiled_engine.server.logprobs import ContentLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class InputPart(msgspec.Struct, kw_only=True):
@@ -101,10 +102,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
-    background: Any = None
+    background: bool | None = None
+    include: list[str] | None = None
     context_management: Any = None
     conversation: Any = None
-    include: list[str] | None = None
     max_tool_calls: int | None = None
     moderation: Any = None
     prompt: Any = None
@@ -146,12 +147,17 @@ class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """Reasoning before an answer; there is no summary of it."""
+    """Reasoning before an answer; there is no summary of it.
+
+    Attributes:
+        encrypted_content: the text in the form of `responses_items.seal`, where it was asked for.
+    """
 
     id: str
     content: list[ReasoningText]
     status: ItemStatus
     summary: list[Any] = []
+    encrypted_content: str | UnsetType = UNSET
 
 
 OutputItem = OutputMessage | FunctionCall | ReasoningItem
@@ -246,6 +252,10 @@ class ResponseCreated(_WithResponse, tag="response.created"):
     """The call was taken."""
 
 
+class ResponseQueued(_WithResponse, tag="response.queued"):
+    """The answer is made in the background, and has not begun."""
+
+
 class ResponseInProgress(_WithResponse, tag="response.in_progress"):
     """The answer begins."""
 
@@ -255,7 +265,7 @@ class ResponseCompleted(_WithResponse, tag="response.completed"):
 
 
 class ResponseIncomplete(_WithResponse, tag="response.incomplete"):
-    """The answer was cut by a limit."""
+    """The answer was cut by a limit, or cancelled; the response's status says which."""
 
 
 class ResponseFailed(_WithResponse, tag="response.failed"):
@@ -337,6 +347,7 @@ class ArgumentsDone(_OfItem, kw_only=True, tag="response.function_call_arguments
 
 ResponsesEvent = (
     ResponseCreated
+    | ResponseQueued
     | ResponseInProgress
     | ResponseCompleted
     | ResponseIncomplete

@@ -22,6 +22,7 @@ from compiled_engine.server.protocol import (
     ToolCall,
     ToolCallFunction,
 )
+from compiled_engine.server.responses_items import unseal
 from compiled_engine.server.responses_protocol import (
     FunctionCall,
     InputItem,
@@ -45,7 +46,6 @@ FIELD_NAMES = {
     "tools[].function": "tools[]",
 }
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "background": (),
     "context_management": (),
     "conversation": (),
     "max_tool_calls": (),
@@ -53,7 +53,10 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
 }
+# What `include` may ask for.
+SEALED_REASONING = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (SEALED_REASONING, _LOGPROBS)
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -68,6 +71,8 @@ def chat_request(request: ResponsesRequest, conversation: list[ChatMessage]) -> 
         InvalidRequestError: a field that cannot be honoured; names it.
     """
     refuse_unless_neutral(request, _REFUSED)
+    if request.background and request.store is False:
+        refuse("background", "needs store: the answer could not be fetched")
     if request.stream_options and request.stream_options.get("include_obfuscation"):
         refuse("stream_options.include_obfuscation")
     has_logprobs = _includes_logprobs(request)
@@ -93,12 +98,15 @@ def chat_request(request: ResponsesRequest, conversation: list[ChatMessage]) -> 
 
 
 def _includes_logprobs(request: ResponsesRequest) -> bool:
-    for index, name in enumerate(request.include or []):
-        if name != _LOGPROBS:
-            refuse(f"include[{index}]", f"is {name[:64]!r}; supported is {_LOGPROBS}")
-    if request.top_logprobs and not request.include:
+    include = request.include or ()
+    for index, name in enumerate(include):
+        if name not in _INCLUDABLE:
+            supported = ", ".join(_INCLUDABLE)
+            refuse(f"include[{index}]", f"is {name[:64]!r}; supported are {supported}")
+    has_logprobs = _LOGPROBS in include
+    if request.top_logprobs and not has_logprobs:
         refuse("top_logprobs", f"needs {_LOGPROBS} in include")
-    return bool(request.include)
+    return has_logprobs
 
 
 def _effort(request: ResponsesRequest) -> str | None:
@@ -231,11 +239,14 @@ def _add_message(conversation: list[ChatMessage], path: str, item: InputItem) ->
 
 
 def _add_reasoning(conversation: list[ChatMessage], path: str, item: InputItem) -> None:
-    if item.encrypted_content:
-        refuse(f"{path}.encrypted_content", "cannot be read by this server; leave it out")
     parts = item.content or item.summary or []
     texts = [parts] if isinstance(parts, str) else [part.text or "" for part in parts]
     text = "\n".join(texts)
+    if item.encrypted_content:
+        sealed = unseal(item.encrypted_content)
+        if sealed is None:
+            refuse(f"{path}.encrypted_content", "was not made by this server; leave it out")
+        text = text or sealed
     if text:
         turn = _assistant_turn(conversation, is_new_after=("content", "tool_calls", "reasoning"))
         turn.reasoning = text

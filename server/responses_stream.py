@@ -25,6 +25,7 @@ from compiled_engine.server.parsers.events import (
     Reasoning,
 )
 from compiled_engine.server.protocol import Usage
+from compiled_engine.server.responses_items import seal
 
 _OUT = list[shapes.ResponsesEvent]
 TokenLister = Callable[[Sequence[ListedToken]], list[ContentLogprob]]
@@ -47,30 +48,47 @@ class ResponseWriter:
     """Takes the pieces of one answer; makes events, and the whole response.
 
     Args:
-        response: without its answer.
+        response: the answer without its items.
         list_tokens: makes the log probabilities of tokens of the text; None where nobody asked.
+        seals_reasoning: reasoning gets its `encrypted_content`.
 
     Attributes:
         response: the answer so far; whole after `finish`.
     """
 
     def __init__(
-        self, response: shapes.ResponseObject, list_tokens: TokenLister | None = None
+        self,
+        response: shapes.ResponseObject,
+        list_tokens: TokenLister | None = None,
+        *,
+        seals_reasoning: bool = False,
     ) -> None:
         self.response = response
         self._list_tokens = list_tokens
+        self._seals_reasoning = seals_reasoning
         self._logprobs: list[ContentLogprob] = []  # of the open item
         self._num_events = 0
         self._parts: list[str] = []  # text of the open item
         self._is_open = False
         self._is_whole_call = False
 
-    def start(self) -> _OUT:
-        """The events at the beginning of a stream."""
+    def queue(self) -> _OUT:
+        """The events of an answer that begins later, in the background."""
+        self.response.status = "queued"
         return [
             shapes.ResponseCreated(sequence_number=self._number(), response=self._snapshot()),
-            shapes.ResponseInProgress(sequence_number=self._number(), response=self._snapshot()),
+            shapes.ResponseQueued(sequence_number=self._number(), response=self._snapshot()),
         ]
+
+    def start(self) -> _OUT:
+        """The events at the beginning of a stream."""
+        out: _OUT = []
+        self.response.status = "in_progress"
+        if not self._num_events:
+            created = shapes.ResponseCreated
+            out.append(created(sequence_number=self._number(), response=self._snapshot()))
+        begun = shapes.ResponseInProgress
+        return [*out, begun(sequence_number=self._number(), response=self._snapshot())]
 
     def take(self, piece: Piece) -> _OUT:
         """Adds a piece; returns its events."""
@@ -101,10 +119,17 @@ class ResponseWriter:
 
     def failed(self, error: EngineError) -> shapes.ResponsesEvent:
         """The last event of a stream that failed."""
+        self._settle(is_cut=True)
         self.response.status = "failed"
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self.response.error = shapes.ResponsesFailure(code, error.message)
         return shapes.ResponseFailed(sequence_number=self._number(), response=self.response)
+
+    def cancelled(self) -> shapes.ResponsesEvent:
+        """The last event of an answer that was cancelled."""
+        self._settle(is_cut=True)
+        self.response.status = "cancelled"
+        return shapes.ResponseIncomplete(sequence_number=self._number(), response=self.response)
 
     def _snapshot(self) -> shapes.ResponseObject:
         return msgspec.structs.replace(self.response, output=[])
@@ -178,22 +203,16 @@ class ResponseWriter:
     def _close(self, out: _OUT, *, is_cut: bool = False) -> None:
         if not self._is_open:
             return
-        text = "".join(self._parts)
+        text = self._settle(is_cut=is_cut)
         item = self.response.output[-1]
-        item.status = "incomplete" if is_cut else "completed"
         if isinstance(item, shapes.FunctionCall):
-            item.arguments = text
-            if not self._is_whole_call:
-                item.status = "incomplete"
             out.append(shapes.ArgumentsDone(**self._place(), name=item.name, arguments=text))
         elif isinstance(item, shapes.OutputMessage):
-            item.content = [shapes.OutputText(text, logprobs=self._logprobs)]
-            done = shapes.OutputTextDone(**self._place(), text=text, logprobs=self._logprobs)
+            logprobs = item.content[0].logprobs
+            done = shapes.OutputTextDone(**self._place(), text=text, logprobs=logprobs)
             out.append(done)
-            self._logprobs = []
             out.append(shapes.ContentPartDone(**self._place(), part=item.content[0]))
         else:
-            item.content = [shapes.ReasoningText(text)]
             out.append(shapes.ReasoningTextDone(**self._place(), text=text))
             out.append(shapes.ContentPartDone(**self._place(), part=item.content[0]))
         out.append(
@@ -203,8 +222,28 @@ class ResponseWriter:
                 item=item,
             )
         )
+
+    def _settle(self, *, is_cut: bool) -> str:
+        """Gives the open item, if there is one, its last state; returns its text."""
+        if not self._is_open:
+            return ""
+        text = "".join(self._parts)
+        item = self.response.output[-1]
+        item.status = "incomplete" if is_cut else "completed"
+        if isinstance(item, shapes.FunctionCall):
+            item.arguments = text
+            if not self._is_whole_call:
+                item.status = "incomplete"
+        elif isinstance(item, shapes.OutputMessage):
+            item.content = [shapes.OutputText(text, logprobs=self._logprobs)]
+            self._logprobs = []
+        else:
+            item.content = [shapes.ReasoningText(text)]
+            if self._seals_reasoning:
+                item.encrypted_content = seal(text)
         self._parts = []
         self._is_open = self._is_whole_call = False
+        return text
 
 
 def _new_id(prefix: str) -> str:

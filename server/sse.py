@@ -80,7 +80,7 @@ class StreamForm(NamedTuple):
 
 async def stream_response(
     request: web.Request,
-    chunks: AsyncGenerator[msgspec.Struct, None],
+    chunks: AsyncGenerator[Any, None],
     form: StreamForm | None = None,
 ) -> web.StreamResponse:
     """Sends chunks as they come; without a `form` as OpenAI does, with `[DONE]` at the end.
@@ -95,10 +95,11 @@ async def stream_response(
     encode, failure, closing = form or StreamForm(_event, error_body, _DONE)
     response = web.StreamResponse(headers=_STREAM_HEADERS)
     async with contextlib.aclosing(chunks):
-        first = await anext(chunks)
+        first = await anext(chunks, None)
         await response.prepare(request)
         try:
-            await _write(response, encode(first))
+            if first is not None:
+                await _write(response, encode(first))
             async for chunk in chunks:
                 await _write(response, encode(chunk))
         except ConnectionResetError:

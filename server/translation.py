@@ -87,9 +87,10 @@ async def stream_events(
         events: records with a tag.
         failure: the last event of a stream that failed.
     """
-    return await stream_response(request, events, StreamForm(_named_event, failure))
+    return await stream_response(request, events, StreamForm(event_bytes, failure))
 
 
-def _named_event(event: msgspec.Struct) -> bytes:
+def event_bytes(event: msgspec.Struct) -> bytes:
+    """A tagged record as an event of a stream, named by its tag."""
     name = str(event.__struct_config__.tag).encode()
     return b"event: " + name + b"\ndata: " + _ENCODER.encode(event) + b"\n\n"

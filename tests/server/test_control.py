@@ -169,6 +169,8 @@ def test_openapi_covers_every_route():
             "/v1/messages/count_tokens",
             "/v1/responses",
             "/v1/responses/{response_id}",
+            "/v1/responses/{response_id}/cancel",
+            "/v1/responses/{response_id}/input_items",
             "/tokenize",
             "/detokenize",
             "/health",

@@ -237,6 +237,73 @@ def test_responses_cut_call_is_not_carried_over():
     _run(body, CALL, template=QWEN)
 
 
+def test_responses_reasoning_is_given_back_by_a_client_without_state():
+    async def body(client, server: Server):
+        plain, _ = await _create(client)
+        assert plain.output[0].encrypted_content is None
+        sealed, _ = await _create(client, include=["reasoning.encrypted_content"], store=False)
+        reasoning = sealed.output[0].to_dict()
+        assert reasoning["encrypted_content"]
+        del reasoning["content"]
+        user = {"role": "user", "content": "hi"}
+        given = [user, reasoning, sealed.output[1].to_dict(), {**user, "content": "more"}]
+        await client.responses.create(model=MODEL, input=given)
+        assert "[user]hi[assistant]<think>so – ü</think>Ok.[user]more" in _prompt(server)
+
+    _run(body, "<think>so – ü</think>Ok.", template=QWEN)
+
+
+def test_responses_input_items_are_listed_in_pages():
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "7"}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    given = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": parts},
+        thought,
+        {"role": "assistant", "content": "Ok."},
+        call,
+        result,
+    ]
+
+    async def body(client, server: Server):
+        response = await client.responses.create(model=MODEL, input=given)
+        listed = client.responses.input_items.list
+        items = [item async for item in listed(response.id, order="asc", limit=4)]
+        kinds = [item.type for item in items]
+        assert kinds == [item.get("type", "message") for item in given]
+        assert [part.text for part in items[1].content] == ["a", "b"]
+        assert items[2].content[0].text == "hm"
+        assert (items[3].role, items[3].content[0].text) == ("assistant", "Ok.")
+        assert (items[4].call_id, items[4].name, items[5].output) == ("c", "f", "7")
+        assert len({item.id for item in items}) == len(given)
+        page = await listed(response.id, limit=2)
+        assert [item.id for item in page.data] == [items[5].id, items[4].id]
+        assert page.has_next_page()
+        page = await listed(response.id, order="asc", after=items[4].id)
+        assert [item.id for item in page.data] == [items[5].id]
+        again = await client.responses.create(
+            model=MODEL, input="more", previous_response_id=response.id
+        )
+        (item,) = [item async for item in listed(again.id)]
+        assert (item.role, item.content[0].text) == ("user", "more")
+        for query, param in (
+            ({"limit": 0}, "limit"),
+            ({"limit": 101}, "limit"),
+            ({"order": "up"}, "order"),
+            ({"after": "msg_x"}, "after"),
+            ({"before": "msg_x"}, "before"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refusal:
+                await listed(response.id, extra_query=query)
+            assert refusal.value.param == param
+        with pytest.raises(openai.NotFoundError):
+            await listed("resp_none")
+
+    _run(body)
+
+
 def test_responses_belong_to_their_key(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("ann akey\nbob bkey\n")
@@ -257,9 +324,9 @@ def test_responses_refusals_name_the_field():
     image = {"type": "input_image", "image_url": "http://x/y.png"}
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
     cases = [
-        ("background is not supported", {"background": True}),
+        ("background needs store", {"background": True, "store": False}),
         ("conversation is not supported", {"conversation": "c"}),
-        (r"include\[0\] is .reasoning", {"include": ["reasoning.encrypted_content"]}),
+        (r"include\[0\] is 'file_search_call.results'", {"include": ["file_search_call.results"]}),
         ("prompt is not supported", {"prompt": {"id": "p"}}),
         ("truncation is not supported", {"truncation": "auto"}),
         ("top_logprobs needs", {"top_logprobs": 2}),
@@ -272,6 +339,7 @@ def test_responses_refusals_name_the_field():
         (r"input\[0\].content\[0\] is of type 'input_image'", {"input": _user([image])}),
         (r"input\[0\].type is 'item_reference'", {"input": [{"type": "item_reference"}]}),
         (r"input\[0\].arguments must hold a JSON object", {"input": [call]}),
+        (r"input\[0\].encrypted_content was not", {"input": [{"type": "reasoning", **_FOREIGN}]}),
         (r"input\[0\].role is missing", {"input": [{"content": "x"}]}),
         (r"text.format.type is 'xml'", {"text": {"format": {"type": "xml"}}}),
         (r"text.format.schema", {"text": {"format": {"type": "json_schema", "schema": _BAD}}}),
@@ -291,6 +359,7 @@ def test_responses_refusals_name_the_field():
     _run(body)
 
 
+_FOREIGN = {"summary": [], "encrypted_content": "gAAAAAB"}
 _BAD = {"type": "object", "properties": {"a": {"type": "wrong"}}}
 
 
