@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -168,6 +169,8 @@ class ServerConfig:
         access_log: log a line for each call, and one with times and counts for each sequence; never
             holds a prompt.
         log_prompts: log the bodies of calls, prompts included.
+        otlp_traces_endpoint: http address of a collector that gets a trace of each call, by OTLP;
+            needs the extra "otel".
     """
 
     host: str = "127.0.0.1"
@@ -191,6 +194,7 @@ class ServerConfig:
     profile_dir: Path | None = None
     access_log: bool = True
     log_prompts: bool = False
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         _check("--port", self.port, 0, 65535)
@@ -211,6 +215,12 @@ class ServerConfig:
             )
         if self.api_key == "":
             raise ConfigError("--api-key is empty; leave it out to serve without", param="api_key")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.match(r"https?://[^/]", endpoint):
+            raise ConfigError(
+                f"--otlp-traces-endpoint is {endpoint!r}; it must begin with http:// or https://",
+                param="otlp_traces_endpoint",
+            )
         for name in ("max_requests_per_key", "max_tokens_per_key"):
             if getattr(self, name) is not None and self.api_key_file is None:
                 flag = f"--{name.replace('_', '-')}"

@@ -178,6 +178,8 @@ async def _run_parts(app: web.Application) -> AsyncIterator[None]:
         yield
         sampler.cancel()
         await asyncio.gather(sampler, return_exceptions=True)
+    if state.tracing is not None:
+        await asyncio.to_thread(state.tracing.close)
     state.text_pool.shutdown(wait=False, cancel_futures=True)
 
 

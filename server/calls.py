@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from compiled_engine.server.tracing import CallTrace
+
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
@@ -22,6 +24,7 @@ class Caller:
         route: method and path, cut to a length that fits a log line.
         started_s: `time.perf_counter()` when its head had been read.
         is_logged: it leaves lines in the access log.
+        trace: its record; None where calls are not traced.
     """
 
     request_id: str
@@ -29,6 +32,7 @@ class Caller:
     route: str
     started_s: float
     is_logged: bool = True
+    trace: CallTrace | None = None
 
 
 CALLER = web.RequestKey("caller", Caller)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -175,9 +176,32 @@ def usage_of(runs: Sequence[ChoiceRun], n: int) -> Usage:
     )
 
 
+@contextlib.contextmanager
+def _traced(request: web.Request) -> Iterator[None]:
+    """Records the call while the block runs, if calls are recorded."""
+    tracing, caller = request.app[STATE].tracing, request[CALLER]
+    if tracing is None:
+        yield
+        return
+    trace = tracing.begin(
+        request.headers,
+        path=request.path,
+        request_id=caller.request_id,
+        started_s=caller.started_s,
+    )
+    request[CALLER] = dataclasses.replace(caller, trace=trace)
+    try:
+        yield
+    except BaseException as error:
+        trace.fail(error)
+        raise
+    finally:
+        trace.end()
+
+
 @contextlib.asynccontextmanager
 async def call_scope(request: web.Request) -> AsyncIterator[Permit]:
-    """Everything a call holds while it runs: a permit and a place in the drain.
+    """Everything a call holds while it runs: a permit, a place in the drain, and its trace.
 
     Raises:
         EngineUnavailableError: draining, or the engine is not ready.
@@ -187,7 +211,7 @@ async def call_scope(request: web.Request) -> AsyncIterator[Permit]:
     try:
         if state.engine.dead_reason is not None:
             raise EngineUnavailableError(state.engine.dead_reason)
-        with state.drain.counted():
+        with _traced(request), state.drain.counted():
             state.require_limits()
             with state.admission.enter(request[CALLER].key_name) as permit:
                 yield permit
@@ -256,6 +280,8 @@ async def generate(
     """
     sources: list[_Source] = []
     failure = "abort"
+    if caller.trace is not None:
+        caller.trace.describe(state.model_name, [run.request for run in runs])
     try:
         for run in runs:
             # Not a comprehension: when one is refused, those before it must be aborted.
@@ -275,6 +301,8 @@ async def generate(
                 yield pieces
     except EngineError as error:
         failure = "abort" if isinstance(error, RequestAbortedError) else "error"
+        if caller.trace is not None:
+            caller.trace.fail(error)  # inside a stream nobody else hears of it
         raise
     finally:
         for source in sources:

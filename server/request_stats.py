@@ -1,4 +1,4 @@
-"""What one sequence cost: times, tokens and cache hits, for the metrics and for one log line.
+"""What one sequence cost: times, tokens and cache hits, for metrics, a log line and its trace.
 
 All of it is read from host clocks as events pass by; nothing here asks the device for anything.
 """
@@ -12,6 +12,7 @@ from compiled_engine.request import TokenEvent
 from compiled_engine.server.calls import Caller
 from compiled_engine.server.console_protocol import RequestRow, RequestState
 from compiled_engine.server.metrics import ServerMetrics
+from compiled_engine.server.tracing import SequenceCost
 
 logger = logging.getLogger("compiled_engine.server.requests")
 
@@ -94,6 +95,18 @@ class SequenceStats:
             metrics.generation_tokens.observe(num_tokens)
             if mean_s is not None:
                 metrics.per_output_token_s.observe(mean_s)
+        if self._caller.trace is not None:
+            cost = SequenceCost(
+                index=self._index,
+                reason=reason,
+                num_tokens=num_tokens,
+                num_cached_tokens=num_cached_tokens,
+                submitted_s=self._submitted_s,
+                queue_s=self._queue_s,
+                first_s=self._first_s,
+                last_s=self._last_s,
+            )
+            self._caller.trace.add_sequence(cost)
         if self._caller.is_logged and logger.isEnabledFor(logging.INFO):
             self._log(reason, num_tokens, num_cached_tokens, mean_s)
 

@@ -31,6 +31,7 @@ from compiled_engine.server.parsers.registry import (
     tool_parser_name,
 )
 from compiled_engine.server.recent import RecentRequests
+from compiled_engine.server.tracing import Tracing
 from compiled_engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class ServerState:
         loaded_tokenizer: None until the model's folder is known.
         default_sampling: values of requests that leave them out; from the model's own settings.
         engine_config: what the engine process was told; None where nobody knows.
+        tracing: records calls; None where nobody does.
         calls: the running calls, by their id.
         recent: what running and recently ended sequences cost.
         request_ids: ids for the engine, never reused.
@@ -142,6 +144,7 @@ class ServerState:
     admission: Admission
     metrics: ServerMetrics
     engine_config: EngineConfig | None = None
+    tracing: Tracing | None = None
     calls: RunningCalls = field(default_factory=RunningCalls)
     recent: RecentRequests = field(default_factory=RecentRequests)
     drain: Drain = field(default_factory=Drain)

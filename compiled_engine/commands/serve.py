@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from compiled_engine.commands.engine_child import EngineChild
     from compiled_engine.commands.served_engine import ServedEngine
     from compiled_engine.server.state import ServerState
+    from compiled_engine.server.tracing import Tracing
 
 _POLL_S = 0.05
 
@@ -58,12 +59,14 @@ def run(args: argparse.Namespace) -> int:
     from compiled_engine.commands.progress import stderr_console
     from compiled_engine.commands.settings_table import print_settings
     from compiled_engine.server.app import bind_socket
+    from compiled_engine.server.tracing import load_tracing
 
+    tracing = load_tracing(server_config.otlp_traces_endpoint)
     sock = bind_socket(server_config.host, server_config.port)
     _allow_many_connections()
     console = stderr_console()
     print_settings(console, engine_config, server_config)
-    session = _Session(engine_config, server_config, console)
+    session = _Session(engine_config, server_config, console, tracing)
     # From here on something has to be ended: a signal before the server listens to signals must
     # still run the code that does so.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -84,10 +87,17 @@ def _allow_many_connections() -> None:
 class _Session:
     """One run of `serve`, from the bound port to the end of both processes."""
 
-    def __init__(self, engine: EngineConfig, server: ServerConfig, console: Console) -> None:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        console: Console,
+        tracing: Tracing | None,
+    ) -> None:
         self.engine_config = engine
         self.server_config = server
         self.console = console
+        self.tracing = tracing
         self.model_name = server.served_model_name or engine.model
         self.started_at = time.perf_counter()
         self.failure: ConfigError | None = None
@@ -99,6 +109,7 @@ class _Session:
         from compiled_engine.commands.served_engine import ServedEngine
         from compiled_engine.ipc import new_endpoint, remove_endpoint
         from compiled_engine.server.app import make_app, run_server
+        from compiled_engine.server.state import STATE
 
         self._url = _url_of(sock)
         endpoint = new_endpoint()
@@ -120,6 +131,7 @@ class _Session:
                 default_sampling={},
                 engine_config=self.engine_config,
             )
+            app[STATE].tracing = self.tracing
             app.cleanup_ctx.append(lambda app: self._follow(app, client, child))
             code = run_server(
                 app,

@@ -80,6 +80,7 @@ SERVER_VALUES = {
     "profile_dir": ("/traces", Path("/traces")),
     "access_log": (None, False),
     "log_prompts": (None, True),
+    "otlp_traces_endpoint": ("http://collector:4318", "http://collector:4318"),
 }
 
 
@@ -161,6 +162,7 @@ def test_disable_pass_may_be_repeated():
         (["serve", "--port", "abc"], "--port: invalid int value: 'abc'"),
         (["serve", "--port", "70000"], "--port is 70000; allowed is 0 to 65535"),
         (["serve", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+        (["serve", "--otlp-traces-endpoint", "collector:4317"], "begin with http:// or https://"),
         (["serve", "--block-size", "3"], "--block-size is 3; it must be a power of two"),
         (["warmup", "--gpu-memory-utilization", "2"], "--gpu-memory-utilization is 2.0"),
         (["generate", "--logit-bias", "x=1"], "--logit-bias x=1: expected ID=VALUE"),
@@ -217,7 +219,7 @@ def test_help_answers_at_once_and_loads_nothing_heavy():
     assert spent_s < MAX_HELP_CPU_S
 
 
-def test_modules_of_the_serving_process_do_not_import_torch():
+def test_modules_of_the_serving_process_do_not_import_torch_or_extras():
     modules = ", ".join(
         f"compiled_engine.{name}"
         for name in (
@@ -230,12 +232,12 @@ def test_modules_of_the_serving_process_do_not_import_torch():
             "commands.served_engine",
             "commands.settings_table",
             "server.app",
+            "server.tracing",
             "tokenizer",
         )
     )
-    code = (
-        f"import sys; sys.modules['torch'] = sys.modules['transformers'] = None\nimport {modules}"
-    )
+    blocked = "sys.modules['torch'] = sys.modules['transformers'] = sys.modules['opentelemetry']"
+    code = f"import sys; {blocked} = None\nimport {modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
