@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -117,24 +118,9 @@ async def prepare_chat(
     chat_format = state.chat_format
     use = tool_use(body)
     messages = template_messages(body.messages)
-    kwargs = template_kwargs(
-        body.chat_template_kwargs,
-        state.tokenizer.chat_template_variables,
-        effort=body.reasoning_effort,
-        chat_format=chat_format,
-    )
+    render = chat_renderer(state, body, use, messages)
     permit.extend_requests(sampling.n)
     limits = state.require_limits()
-    render = partial(
-        render_chat,
-        state.tokenizer,
-        chat_format,
-        messages,
-        tools=use.tools if use else [],
-        add_generation_prompt=_adds_prompt(body),
-        continue_final_message=bool(body.continue_final_message),
-        template_kwargs=kwargs,
-    )
     encode = partial(
         encode_rendered,
         state.tokenizer,
@@ -174,6 +160,41 @@ def _sampling(state: ServerState, body: ChatRequest, num_top: int | None) -> Sam
     )
     with field_called("logprobs", "top_logprobs"):
         return with_logprobs(sampling, tokens=num_top, prompt=body.prompt_logprobs)
+
+
+def chat_renderer(
+    state: ServerState,
+    body: ChatRequest,
+    use: ToolUse | None,
+    messages: list[dict[str, Any]],
+) -> Callable[[], str]:
+    """What renders the prompt of a chat; slow, so it is for the text threads.
+
+    Args:
+        state: the server.
+        body: the request.
+        use: its tools.
+        messages: its messages as templates expect them.
+
+    Raises:
+        InvalidRequestError: a template value that cannot be honoured; the result raises it too.
+    """
+    kwargs = template_kwargs(
+        body.chat_template_kwargs,
+        state.tokenizer.chat_template_variables,
+        effort=body.reasoning_effort,
+        chat_format=state.chat_format,
+    )
+    return partial(
+        render_chat,
+        state.tokenizer,
+        state.chat_format,
+        messages,
+        tools=use.tools if use else [],
+        add_generation_prompt=_adds_prompt(body),
+        continue_final_message=bool(body.continue_final_message),
+        template_kwargs=kwargs,
+    )
 
 
 def _new_head(model: str) -> ChatChunk:

@@ -11,12 +11,14 @@ from compiled_engine import __version__
 from compiled_engine.errors import InvalidRequestError, UnknownModelError
 from compiled_engine.request import check_token_ids
 from compiled_engine.server.calls import CALLER
-from compiled_engine.server.chat_request import template_kwargs, template_messages
+from compiled_engine.server.chat import chat_renderer
+from compiled_engine.server.chat_request import template_messages, tool_use
 from compiled_engine.server.generation import read_request
 from compiled_engine.server.native_protocol import Progress
 from compiled_engine.server.openapi import openapi_document
-from compiled_engine.server.prompts import encode_chat, encode_text
+from compiled_engine.server.prompts import encode_rendered, encode_text
 from compiled_engine.server.protocol import (
+    ChatRequest,
     DetokenizeRequest,
     DetokenizeResponse,
     HealthResponse,
@@ -31,6 +33,15 @@ from compiled_engine.server.state import STATE, ServerState
 
 # Bound on `/tokenize` while the model's own length is not known yet.
 _MAX_TOKENS_BEFORE_LOAD = 1_000_000
+# Fields of `/tokenize` that are of a chat's prompt.
+_CHAT_FIELDS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+)
 
 
 def _card(state: ServerState) -> ModelCard:
@@ -148,23 +159,21 @@ def _tokenize(state: ServerState, body: TokenizeRequest, max_tokens: int) -> lis
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", param="prompt")
     if body.prompt is not None:
+        for name in _CHAT_FIELDS:
+            if getattr(body, name) is not None:
+                raise InvalidRequestError(f"{name} needs messages, not a prompt", param=name)
         return encode_text(
             state.tokenizer,
             body.prompt,
             max_tokens=max_tokens,
             add_special_tokens=body.add_special_tokens is not False,
         )
-    continues = bool(body.continue_final_message)
-    adds_prompt = body.add_generation_prompt
-    return encode_chat(
+    chat = ChatRequest(**{name: getattr(body, name) for name in ("messages", *_CHAT_FIELDS)})
+    render = chat_renderer(state, chat, tool_use(chat), template_messages(chat.messages))
+    return encode_rendered(
         state.tokenizer,
-        template_messages(body.messages or []),
+        render(),
         max_tokens=max_tokens,
-        add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
-        continue_final_message=continues,
-        template_kwargs=template_kwargs(
-            body.chat_template_kwargs, state.tokenizer.chat_template_variables
-        ),
         add_special_tokens=bool(body.add_special_tokens),
     )
 

@@ -65,32 +65,6 @@ def encode_prompts(
     return results
 
 
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    *,
-    max_tokens: int,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    template_kwargs: dict[str, Any],
-    add_special_tokens: bool,
-) -> list[int]:
-    """Token ids of a chat without tools, rendered by the model's own template.
-
-    Raises:
-        InvalidRequestError: the template refuses the messages, or the prompt is far too long.
-    """
-    text = tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        **template_kwargs,
-    )
-    return encode_rendered(
-        tokenizer, text, max_tokens=max_tokens, add_special_tokens=add_special_tokens
-    )
-
-
 def render_chat(
     tokenizer: Tokenizer,
     chat_format: ChatFormat,
@@ -101,7 +75,7 @@ def render_chat(
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any],
 ) -> str:
-    """The prompt text of a chat with tools, in the template's own form or, without one, as text.
+    """The prompt text of a chat; tools in the template's own form or, without one, as text.
 
     Raises:
         InvalidRequestError: the template refuses the messages.

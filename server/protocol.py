@@ -165,7 +165,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of `POST /tokenize`: either `prompt` or `messages`."""
+    """Body of `POST /tokenize`: either `prompt` or `messages`, these with what a chat takes."""
 
     model: str | None = None
     prompt: str | None = None
@@ -174,6 +174,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -262,6 +262,57 @@ def test_template_without_tools_gets_them_as_text():
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": TOOLS, "messages": "history"},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"starts_thinking": True}},
+        {"add_generation_prompt": False},
+        {"messages": "continued", "continue_final_message": True},
+    ],
+)
+@pytest.mark.parametrize("template", [QWEN, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+def test_tokenize_counts_what_chat_sends(fields, template):
+    continued = [*USER, {"role": "assistant", "content": "So"}]
+    messages = {"history": HISTORY, "continued": continued}.get(fields.get("messages"), USER)
+    request = {**fields, "messages": messages}
+    if template != QWEN:
+        request.pop("chat_template_kwargs", None)
+
+    async def body(server: Server):
+        status, counted = await server.post("/tokenize", request)
+        assert status == 200, counted
+        status, answer = await server.post("/v1/chat/completions", request)
+        assert status == 200, answer
+        assert counted["tokens"] == server.engine.submitted[-1].prompt_token_ids
+        assert counted["count"] == answer["usage"]["prompt_tokens"]
+
+    _run(body, "ok", template=template)
+
+
+def test_tokenize_refuses_what_chat_refuses_and_chat_fields_beside_a_prompt():
+    async def body(server: Server):
+        for fields, param in (
+            ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"reasoning_effort": "frantic"}, "reasoning_effort"),
+            ({"messages": None, "prompt": "a", "tools": TOOLS}, "tools"),
+            (
+                {"messages": None, "prompt": "a", "add_generation_prompt": False},
+                "add_generation_prompt",
+            ),
+        ):
+            status, answer = await server.post("/tokenize", {"messages": USER, **fields})
+            assert (status, answer["error"]["param"]) == (400, param), answer
+
+    _run(body)
+
+
+@pytest.mark.parametrize(
     ("marker", "expected"),
     [("<|tool_calls_section_begin|>", "functions.f:0"), ("[TOOL_CALLS]", "000000000")],
 )
