@@ -19,10 +19,10 @@ from compiled_engine.request import MAX_GRAMMAR_CHARS, GrammarSpec
 from compiled_engine.server.chat_request import ToolUse
 from compiled_engine.server.parsers import deepseek, gpt_oss, hermes, kimi_k2, mistral
 from compiled_engine.server.parsers.registry import ChatFormat
+from compiled_engine.server.python_call import Format, rest_of_call
 from compiled_engine.server.schema_check import check_schema
 
-Format = dict[str, Any]
-Style = Literal["json", "qwen_xml", "glm_xml"]
+Style = Literal["json", "qwen_xml", "glm_xml", "python"]
 
 # White space between two tokens of JSON, as for all other grammars.
 MAX_WHITESPACE = 8
@@ -41,7 +41,8 @@ class _Form:
         begin: of a call, with its name.
         end: of a call.
         style: of the arguments.
-        trigger: text that only a call begins with; the beginning of every `begin`.
+        trigger: text that only a call begins with; the beginning of every `begin`. Empty where
+            there is none, so that calls cannot be told from prose.
         opening: before the first call.
         separator: between two calls.
         closing: after the last call.
@@ -89,6 +90,15 @@ _FORMS: Mapping[str, _Form] = {
         end="}",
         trigger='{"name": ',
         separator=", ",
+    ),
+    "pythonic": _Form(
+        begin=lambda name: f"{name}(",
+        end="",
+        trigger="",
+        style="python",
+        opening="[",
+        separator=", ",
+        closing="]",
     ),
     "mistral": _Form(
         begin=lambda name: f"{mistral.CALLS}{name}{mistral.ARGUMENTS}",
@@ -193,12 +203,18 @@ def _calls(chat_format: ChatFormat, use: ToolUse) -> Format | None:
     if use.choice == "auto" and not use.strict:
         return None
     form = _form_of(chat_format)
+    name = chat_format.tools.name if chat_format.tools else "none"
     if form is None:
-        name = chat_format.tools.name if chat_format.tools else "none"
         raise InvalidRequestError(
             f"tool calls cannot be enforced with the tool-call parser {name!r}: tool_choice must "
             "be auto or none, and no tool strict",
             param="tools" if use.choice == "auto" else "tool_choice",
+        )
+    if use.choice == "auto" and not form.trigger:
+        raise InvalidRequestError(
+            f"strict tools cannot be enforced beside prose with the tool-call parser {name!r}; a "
+            "tool_choice of required, or of one function, can",
+            param="tools",
         )
     num_chars = len(msgspec.json.encode(use.schemas))
     if num_chars > MAX_GRAMMAR_CHARS:
@@ -208,7 +224,7 @@ def _calls(chat_format: ChatFormat, use: ToolUse) -> Format | None:
             f"{MAX_GRAMMAR_CHARS} can be enforced",
             param="tools",
         )
-    tags = [_tag(form, name, _schema(use, name)) for name in use.schemas]
+    tags = [_tag(form, use, name) for name in use.schemas]
     if use.choice == "auto":
         return _optional_calls(form, tags, is_single=not use.is_parallel)
     row: Format = {"type": "or", "elements": tags} if len(tags) > 1 else tags[0]
@@ -236,13 +252,21 @@ def _schema(use: ToolUse, name: str) -> Mapping[str, Any]:
     schema = use.schemas[name]
     if use.choice == "auto" and name not in use.strict:
         return _ANY_OBJECT
-    index = next(i for i, tool in enumerate(use.tools) if tool["function"]["name"] == name)
-    check_schema(schema, f"tools[{index}].function.parameters")
+    check_schema(schema, _field(use, name))
     return {**schema, "type": "object"}
 
 
-def _tag(form: _Form, name: str, schema: Mapping[str, Any]) -> Format:
-    content = _json(schema, form.style)
+def _field(use: ToolUse, name: str) -> str:
+    index = next(i for i, tool in enumerate(use.tools) if tool["function"]["name"] == name)
+    return f"tools[{index}].function.parameters"
+
+
+def _tag(form: _Form, use: ToolUse, name: str) -> Format:
+    schema = _schema(use, name)
+    if form.style == "python":
+        content = rest_of_call(name, schema, _field(use, name), _json)
+    else:
+        content = _json(schema, form.style)
     if form.trigger == kimi_k2.CALL:
         marker = {"type": "const_string", "value": kimi_k2.ARGUMENTS}
         number = {"type": "regex", "pattern": "[0-9]{1,4}"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 
 from compiled_engine.server.parsers.machine import (
     MAX_NAME_CHARS,
@@ -198,16 +199,29 @@ class _ValueScanner:
         return False
 
     def as_json(self) -> str | None:
-        """The value as JSON; None where it is no literal that has one."""
+        """The value as JSON, which it may be already; None where it is no literal that has one."""
         text = "".join(self._text).strip()
         try:
-            value = _CONSTANTS[text] if text in _CONSTANTS else ast.literal_eval(_one_line(text))
+            json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+            return text
+        except (ValueError, RecursionError):
+            pass
+        try:
+            value = ast.literal_eval(_one_line(text))
             return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return None
 
 
-_CONSTANTS = {"true": True, "false": False, "null": None}
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for JSON")
+    return value
 
 
 def _one_line(text: str) -> str:

@@ -22,7 +22,7 @@ CITY = {
     "additionalProperties": False,
 }
 NOW = {"type": "object", "properties": {}, "additionalProperties": False}
-FORMATS = [*(name for name in TOOL_FORMATS if name != "pythonic"), "mistral-list"]
+FORMATS = [*TOOL_FORMATS, "mistral-list"]
 ARGUMENTS = {"city": "Zürich", "days": 2}
 
 
@@ -77,7 +77,9 @@ def _call(name, arguments, fmt):
         else f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>"
         for k, v in arguments.items()
     )
+    keywords = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
     return {
+        "pythonic": f"{name}({keywords})",
         "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>',
         "qwen3_coder": f"<tool_call>\n<function={name}>\n{xml}\n</function>\n</tool_call>",
         "glm45": f"<tool_call>{name}\n{xml}</tool_call>",
@@ -98,6 +100,7 @@ def _call(name, arguments, fmt):
 
 
 SECTIONS = {
+    "pythonic": ("[", ", ", "]"),
     "mistral-list": ("[TOOL_CALLS][", ", ", "]"),
     "deepseek_v3": ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
@@ -144,7 +147,7 @@ def test_named_allows_one_call_of_that_function(fmt):
     assert not _accepts(single, _answer(fmt, OTHER, WEATHER))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", [name for name in FORMATS if name != "pythonic"])
 def test_strict_tools_leave_prose_free(fmt):
     spec = _grammar(fmt, _use("auto", strict=("weather",)))
     # Channels and sections stand outside of the calls themselves.
@@ -195,12 +198,95 @@ def test_other_constraints_start_after_reasoning(given, right, wrong):
     assert not _accepts(channels, f"<|channel|>final<|message|>{wrong}")
 
 
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+PYTHON = {
+    "type": "object",
+    "properties": {
+        "tags": {"type": "array", "items": {"type": ["boolean", "null"]}},
+        "exact": {"type": "boolean", "description": "d", "default": True},
+        "path": {"$ref": "#/$defs/node"},
+        "text": {"type": "string"},
+    },
+    "required": ["text"],
+    "$defs": {"node": NODE},
+}
+
+
+def _python(schema, name="find"):
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}}]
+    use = ToolUse(tools=tools, schemas={name: schema}, choice="named", is_parallel=False)
+    return _grammar("pythonic", use)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('text="a, b) \\" \\u00fc \\ud83d\\ude00"', {"text": 'a, b) " ü 😀'}),
+        ('text="", tags=[true, null], exact=False', {"tags": [True, None], "exact": False}),
+        ('text="", path={"next": {"next": {}}}', {"path": {"next": {"next": {}}}}),
+        ('text="", exact=True, path={}', {"exact": True, "path": {}}),
+    ],
+)
+def test_python_calls_hold_any_value_that_the_schema_allows(written, arguments):
+    text = f"[find({written})]"
+    assert _accepts(_python(PYTHON), text)
+    parser = _format("pythonic").new_parser({"find": PYTHON})
+    found = gathered([*parser.feed(text), *parser.finish()])
+    assert found.ended == [("find", {"text": "", **arguments})]
+
+
+def test_python_calls_hold_nothing_else():
+    spec = _python(PYTHON)
+    for written in (
+        *(
+            "",
+            "exact=True",
+            'text="", exact=true',
+            'text="", exact=1',
+            'text="", path={"other": 1}',
+        ),
+        *('text="", text=""', 'text="", other=1', 'exact=True, text=""', 'text="" exact=True'),
+        *('text="", path={}, tags=[]', "text='a'", '"a"', 'text="",', 'text="", '),
+    ):
+        assert not _accepts(spec, f"[find({written})]"), written
+    free = _python({**PYTHON, "required": []})
+    for written in ("", "exact=True", 'exact=True, text="a"', 'text="a"', "tags=[], path={}"):
+        assert _accepts(free, f"[find({written})]"), written
+    for written in (", exact=True", "exact=True, exact=True", 'text="a", tags=[]'):
+        assert not _accepts(free, f"[find({written})]"), written
+    assert _accepts(_python({}), "[find()]")
+    assert not _accepts(_python({}), "[find(a=1)]")
+    open_ended = _python({"properties": {"any": True}, "additionalProperties": True})
+    assert _accepts(open_ended, '[find(any={"a": [1]})]')
+    assert not _accepts(open_ended, "[find(other=1)]")
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "said"),
+    [
+        ({"anyOf": [{}, {}]}, "find", "anyOf cannot be enforced for calls in Python"),
+        ({"minProperties": 1}, "find", "minProperties cannot"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, "find", r"\$ref cannot"),
+        ({"properties": {"a b": {}}}, "find", "the property 'a b'"),
+        ({"properties": {"a": {"$ref": "#/properties/b"}, "b": {}}}, "find", r"into \$defs"),
+        ({}, "find/it", "the function 'find/it'"),
+    ],
+)
+def test_what_python_calls_cannot_say_is_refused(schema, name, said):
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        _python(schema, name)
+    assert caught.value.param == ("tools" if "/" in name else "tools[0].function.parameters")
+
+
 def test_what_cannot_be_enforced_is_refused():
-    for fmt in ("pythonic", "none"):
-        for use in (_use("required"), _use("auto", strict=("weather",))):
-            with pytest.raises(InvalidRequestError, match="cannot be enforced") as caught:
-                _grammar(fmt, use)
-            assert caught.value.param == ("tool_choice" if use.choice == "required" else "tools")
+    for fmt, use in (
+        ("none", _use("required")),
+        ("none", _use("auto", strict=("weather",))),
+        ("pythonic", _use("auto", strict=("weather",))),
+    ):
+        with pytest.raises(InvalidRequestError, match="cannot be enforced") as caught:
+            _grammar(fmt, use)
+        assert caught.value.param == ("tool_choice" if use.choice == "required" else "tools")
     with pytest.raises(InvalidRequestError, match="both") as caught:
         _grammar("hermes", _use("required"), given=GrammarSpec("json_object"))
     assert caught.value.param == "tool_choice"
