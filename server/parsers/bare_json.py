@@ -12,7 +12,6 @@ from __future__ import annotations
 from compiled_engine.server.parsers.machine import (
     CUT,
     SPACE,
-    Found,
     Gap,
     Needle,
     Pattern,
@@ -26,7 +25,7 @@ _FENCE = Pattern("```", Gap("[a-z]", most=16), "\n")
 _FENCE_END = Pattern("```")
 _OBJECT = Pattern(CUT, "{")
 _LIST = Pattern("[", SPACE, CUT, "{")
-_SEPARATORS = frozenset(",;] \t\r\n")
+_SEPARATORS = ",;]"
 
 
 class JsonParser(ToolParser):
@@ -92,17 +91,12 @@ class JsonParser(ToolParser):
 
     def _between(self) -> bool:
         """After a call: a separator and the next one, the end of a list, or text."""
-        while not self.is_empty and self.buffer[self.pos] in _SEPARATORS:
-            self.pos += 1
-        if self.is_empty:
+        self.skip_space(_SEPARATORS)
+        is_fence = None if self.is_empty else self.skip(_FENCE_END)
+        if is_fence is None:
             return False
-        found = self.match_any(_FENCE_END)
-        if found is True:
-            return False
-        if isinstance(found, Found):
-            self.pos = found.end
-            return True
-        self.state = self.start
+        if not is_fence:
+            self.state = self.start
         return True
 
 

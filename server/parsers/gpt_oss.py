@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 
 from compiled_engine.server.parsers.events import Content, Event, Reasoning
-from compiled_engine.server.parsers.json_stream import JsonValue
 from compiled_engine.server.parsers.machine import (
     CUT,
     Needle,
@@ -50,13 +49,14 @@ class GptOssParser(ToolParser):
         is_reasoning: the text now belongs to reasoning.
     """
 
+    call_closings = _ENDS
+
     def __init__(self, tools: ToolSchemas | None, *, prefix: str = "") -> None:
         super().__init__(tools or {})
         self.is_reasoning = False
         self._takes_calls = tools is not None
         self._header: list[str] = []
         self._kind: type[Content] | type[Reasoning] = Content
-        self._value = JsonValue()
         if prefix.startswith(START):
             self.feed(prefix[len(START) :])
 
@@ -88,12 +88,11 @@ class GptOssParser(ToolParser):
         found = _RECIPIENT.search(last) or _RECIPIENT.search(role)
         recipient = found[1] if found else ""
         if recipient.startswith(_FUNCTIONS):
-            self._value = JsonValue()
-            self.state = self._arguments if self._takes_calls else self._skip_message
+            self.state = self.after_arguments
             if self._takes_calls:
-                self.start_call(recipient.removeprefix(_FUNCTIONS))
+                self.start_json_call(recipient.removeprefix(_FUNCTIONS))
         elif recipient:
-            self.state = self._skip_message
+            self.state = self.after_arguments
         else:
             self.is_reasoning = last.split()[:1] == ["analysis"]
             self._kind = Reasoning if self.is_reasoning else Content
@@ -135,34 +134,8 @@ class GptOssParser(ToolParser):
         self.state = self.start
         return True
 
-    def _skip_message(self) -> bool:
+    def after_arguments(self) -> bool:
+        """Inside a message of which nothing more is wanted."""
         if not self.skip_until(_END_NEEDLE):
             return False
         return self._end_message()
-
-    def _arguments(self) -> bool:
-        value = self._value
-        if not value.kind:
-            self.skip_space()
-            if self.is_empty:
-                return False
-            if self.buffer[self.pos] != "{":
-                return self._without_arguments()
-        self.pos = value.feed(self.buffer, self.pos)
-        self.arguments(value.take())
-        if value.is_done:
-            self.end_call()
-        elif not value.is_broken:
-            return False
-        self.state = self._skip_message
-        return True
-
-    def _without_arguments(self) -> bool:
-        found = self.match_any(*map(Pattern, _ENDS))
-        if found is True:
-            return False
-        if found is not None:
-            self.arguments("{}")
-            self.end_call()
-        self.state = self._skip_message
-        return True

@@ -5,7 +5,7 @@ Source: the chat template of Qwen/Qwen3-0.6B; NousResearch/Hermes-Function-Calli
 
 from __future__ import annotations
 
-from compiled_engine.server.parsers.machine import Found, Needle, Pattern, ToolParser, ToolSchemas
+from compiled_engine.server.parsers.machine import Needle, Pattern, ToolParser, ToolSchemas
 from compiled_engine.server.parsers.objects import ObjectCall, Step
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -53,10 +53,7 @@ class HermesParser(ToolParser):
             self._call = ObjectCall(self)
             self.state = self._object
             return True
-        match = self.match_any(_CLOSING_HERE)
-        if match is True:
+        if self.skip(_CLOSING_HERE) is None:
             return False
-        if isinstance(match, Found):
-            self.pos = match.end
         self.state = self.start
         return True

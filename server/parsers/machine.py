@@ -20,6 +20,7 @@ from compiled_engine.server.parsers.events import (
     Event,
     merged,
 )
+from compiled_engine.server.parsers.json_stream import JsonValue
 
 # More white space than this between the parts of a marker makes it ordinary text.
 MAX_GAP_CHARS = 64
@@ -168,12 +169,20 @@ class Machine:
         """Whether all text is consumed."""
         return self.pos >= len(self.buffer)
 
-    def skip_space(self) -> None:
-        """Consumes white space."""
+    def skip_space(self, also: str = "") -> None:
+        """Consumes white space, and the characters of `also`."""
         buffer, pos = self.buffer, self.pos
-        while pos < len(buffer) and buffer[pos].isspace():
+        while pos < len(buffer) and (buffer[pos].isspace() or buffer[pos] in also):
             pos += 1
         self.pos = pos
+
+    def skip(self, *patterns: Pattern) -> bool | None:
+        """Consumes a pattern, and says whether one was there; None where one may yet be."""
+        found = self.match_any(*patterns)
+        if isinstance(found, Found):
+            self.pos = found.end
+            return True
+        return None if found else False
 
     def match_any(self, *patterns: Pattern) -> Found | Literal[True] | None:
         """The first pattern that is there; True where one may yet be; else None."""
@@ -196,11 +205,17 @@ class ToolParser(Machine):
 
     Args:
         tools: the request's tools, name -> JSON schema of the arguments.
+
+    Attributes:
+        call_closings: end a call whose arguments are a JSON value; see `start_json_call`.
     """
+
+    call_closings: tuple[str, ...] = ()
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__()
         self.tools = tools
+        self._json_value = JsonValue()
         self.num_calls = 0
         self._space: list[str] = []
         self._is_after_call = False
@@ -256,3 +271,41 @@ class ToolParser(Machine):
     def end_call(self) -> None:
         """The call that runs is complete."""
         self.emit(CallEnd(self.num_calls - 1))
+
+    def start_json_call(self, name: str) -> None:
+        """The next call begins; its arguments follow as one JSON object."""
+        self.start_call(name)
+        self._json_value = JsonValue()
+        self.state = self._read_json
+
+    def after_arguments(self) -> bool:
+        """The state behind the arguments of `start_json_call`."""
+        raise NotImplementedError
+
+    def _read_json(self) -> bool:
+        value = self._json_value
+        if not value.kind:
+            self.skip_space()
+            if self.is_empty:
+                return False
+            if self.buffer[self.pos] != "{":
+                return self._without_json()
+        self.pos = value.feed(self.buffer, self.pos)
+        self.arguments(value.take())
+        if value.is_done:
+            self.end_call()
+        elif not value.is_broken:
+            return False
+        self.state = self.after_arguments
+        return True
+
+    def _without_json(self) -> bool:
+        """A call that ends at once has no arguments; anything else is broken."""
+        found = self.match_any(*map(Pattern, self.call_closings))
+        if found is True:
+            return False
+        if found is not None:
+            self.arguments("{}")
+            self.end_call()
+        self.state = self.after_arguments
+        return True

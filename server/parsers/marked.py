@@ -5,7 +5,6 @@ Owns the machine that Mistral, DeepSeek and Kimi share; their files say which ma
 
 from __future__ import annotations
 
-from compiled_engine.server.parsers.json_stream import JsonValue
 from compiled_engine.server.parsers.machine import (
     Found,
     Needle,
@@ -30,11 +29,9 @@ class MarkedParser(ToolParser):
     section_closings: tuple[str, ...] = ()
     call_openings: tuple[str, ...] = ()
     headers: tuple[Pattern, ...]
-    call_closings: tuple[str, ...] = ()
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(tools)
-        self._value = JsonValue()
         self._raw = ""
         self._openings = Needle(*self.section_openings)
         if self.call_openings:
@@ -74,10 +71,8 @@ class MarkedParser(ToolParser):
             # Cut inside a header: there is no call yet.
             self.pos = len(self.buffer)
             return False
-        self.start_call(self.name_of(found.name))
         self.pos = found.end
-        self._value = JsonValue()
-        self.state = self._arguments
+        self.start_json_call(self.name_of(found.name))
         return True
 
     def _without_header(self, place: int) -> bool:
@@ -88,36 +83,8 @@ class MarkedParser(ToolParser):
             self.state = self.start
         return True
 
-    def _arguments(self) -> bool:
-        value = self._value
-        if not value.kind:
-            self.skip_space()
-            if self.is_empty:
-                return False
-            if self.buffer[self.pos] != "{":
-                self.state = self._without_arguments
-                return True
-        self.pos = value.feed(self.buffer, self.pos)
-        self.arguments(value.take())
-        if value.is_done:
-            self.end_call()
-        elif not value.is_broken:
-            return False
-        self.state = self._after_arguments
-        return True
-
-    def _without_arguments(self) -> bool:
-        """A call that ends at once has no arguments; anything else is broken."""
-        found = self.match_any(*map(Pattern, self.call_closings))
-        if found is True:
-            return False
-        if found is not None:
-            self.arguments("{}")
-            self.end_call()
-        self.state = self._after_arguments
-        return True
-
-    def _after_arguments(self) -> bool:
+    def after_arguments(self) -> bool:
+        """Behind a call: its end, the next one, or the section's end."""
         if not self.call_openings:
             self.state = self.start
             return True

@@ -80,7 +80,7 @@ class PythonicParser(ToolParser):
 
     def _argument(self) -> bool:
         """Before a key, or the end of the call."""
-        self._skip(",")
+        self.skip_space(",")
         if self.is_empty:
             return False
         if self.buffer[self.pos] == ")":
@@ -117,7 +117,7 @@ class PythonicParser(ToolParser):
 
     def _between(self) -> bool:
         """After a call: the next one, or the end of the list."""
-        self._skip(",")
+        self.skip_space(",")
         if self.is_empty:
             return False
         if self.buffer[self.pos] == "]":
@@ -136,26 +136,16 @@ class PythonicParser(ToolParser):
 
     def _after_list(self) -> bool:
         self.skip_space()
-        if self.is_empty:
+        is_marker = None if self.is_empty else self.skip(_CALLS_END)
+        if is_marker is None:
             return False
-        found = self.match_any(_CALLS_END)
-        if found is True:
-            return False
-        if isinstance(found, Found):
-            self.pos = found.end
-            return True
-        self.state = self._text
+        if not is_marker:
+            self.state = self._text
         return True
 
     def _broken(self) -> bool:
         self.pos = len(self.buffer)
         return False
-
-    def _skip(self, characters: str) -> None:
-        while not self.is_empty and (
-            self.buffer[self.pos].isspace() or self.buffer[self.pos] in characters
-        ):
-            self.pos += 1
 
 
 class _ValueScanner:
