@@ -98,10 +98,12 @@ def test_engine_without_prefix_cache_equals_with(folders, device, engine):
     assert result.tokens == run_requests(engine, prompts).tokens
 
 
-def test_engine_retracted_equals_unretracted(folders, device, engine):
+@pytest.mark.parametrize(("chunk", "page"), [(64, 4), (7, 1), (13, 16)])
+def test_engine_retracted_equals_unretracted(folders, device, engine, chunk, page):
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     prompts = prompts_of(6, 20, 21, 22, 23, 24, 25)
-    small = tiny_engine(folders["llama"], device=device, max_total_tokens=160)
+    sizes = {"chunked_prefill_size": chunk, "block_size": page, "max_total_tokens": 160}
+    small = tiny_engine(folders["llama"], device=device, **sizes)
     result = run_requests(small, prompts, params)
     assert small.loop.stats.num_retractions > 0
     assert result.tokens == run_requests(engine, prompts, params).tokens

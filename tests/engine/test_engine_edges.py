@@ -234,6 +234,28 @@ def test_end_id_beyond_the_tokenizer_harms_nobody(tmp_path):
     assert made.settings.eos_token_ids == (2,)
 
 
+def test_padding_of_the_vocabulary_is_never_chosen_and_never_taken(tmp_path):
+    """The model has 320 rows, its tokenizer 260 ids: the others win every step, if they may."""
+    made = tiny_engine(write_tiny_model(tmp_path, seed=3, tie_word_embeddings=False))
+    vocab_size = made.settings.vocab_size
+    assert vocab_size == 260
+    with torch.no_grad():
+        made.loop.executor.model.lm_head.weight[vocab_size:] *= 1000.0
+    hot = [
+        SamplingParams(temperature=5.0, max_tokens=100, ignore_eos=True, seed=seed)
+        for seed in range(19)
+    ]
+    greedy = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    result = run_requests(made, [[5, 6, 7]] * 20, [*hot, greedy])
+    chosen = {token_id for ids in result.tokens for token_id in ids}
+    assert max(chosen) < vocab_size
+    assert len(chosen) > vocab_size // 2
+    for ids in ([vocab_size], [319], [320], [5, 300]):
+        request = Request(request_id=0, prompt_token_ids=ids, params=greedy)
+        with pytest.raises(InvalidRequestError, match=str(ids[-1])):
+            validate_request(request, made.limits)
+
+
 def test_end_token_of_the_tokenizer_ends_answers(tmp_path):
     """The model's config names another end id than its tokenizer; both end an answer."""
     made = tiny_engine(write_tiny_model(tmp_path, seed=3, eos_token_id=0))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import torch
 
+from compiled_engine.scheduler.keys import page_key, page_term, place_steps, root_sum, salt_of
 from tests.helpers.python_scheduler import NO_SCORES, PythonPlan, RowState
 from tests.helpers.scheduler_harness import random_case, run, run_both
 from tests.helpers.scheduler_pair import Pair, TensorEngine, small_shape
 from tests.helpers.scheduler_traffic import Request, Traffic
+from tests.helpers.source_tree import ROOT
 
 
 def make_pair(**changes: Any) -> Pair:
@@ -123,6 +129,51 @@ def test_salts_never_share_in_a_burst():
     result = run_both(shape, Traffic(seed=0, requests=requests, budgets=(64,)))
     assert result.computed_tokens == 44
     assert result.hit_pages == 0
+
+
+def _keys(tokens: list[int], salt: str = "", page_size: int = 4) -> list[int]:
+    """Keys of the whole pages of a prompt."""
+    shape = small_shape(page_size=page_size)
+    pages = torch.tensor(tokens, dtype=torch.int32).view(-1, page_size)
+    terms = page_term(pages, torch.arange(len(pages)), place_steps(page_size, "cpu"))
+    chain = root_sum(torch.tensor(salt_of(salt))) + terms.cumsum(0)
+    keys: list[int] = page_key(shape, chain).tolist()
+    return keys
+
+
+def test_keys_differ_wherever_content_place_parent_or_salt_differ():
+    prompt = list(range(8))
+    first, second = _keys(prompt)
+    different = [
+        first,
+        second,
+        _keys([1, 23, 4, 5])[0],
+        _keys([12, 3, 4, 5])[0],
+        _keys([1, 2, 3, 45])[0],
+        _keys([0, 2, 1, 3])[0],  # the same tokens in another order
+        *_keys(prompt[4:]),  # the second page's tokens under no parent
+        _keys([9, *prompt[1:]])[1],  # and under another one
+        _keys(prompt[:4] * 2)[1],  # the first page again, as the second
+        *_keys(prompt, page_size=2),
+        *_keys(prompt[1:5]),  # the border moved by one token
+        *(_keys(prompt[:4], salt)[0] for salt in ("1", " 1", "True", "-1", "-2", "a", "ä", "é")),
+        _keys([0] * 4)[0],
+        _keys([0] * 4, "0")[0],
+    ]
+    assert len(set(different)) == len(different)
+    assert _keys([*prompt, 1, 1, 1, 1])[:2] == [first, second]
+
+
+def test_keys_are_the_same_in_every_process():
+    """Nothing of them comes from Python's `hash`, whose start value differs, or once did not."""
+    code = (
+        "from tests.engine.test_scheduler_prefix import _keys\n"
+        "print(_keys(list(range(8)), 'tenant'))"
+    )
+    seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    shown = subprocess.check_output([sys.executable, "-c", code], env=environment, cwd=ROOT)
+    assert shown.decode().strip() == f"{_keys(list(range(8)), 'tenant')}"
 
 
 def test_without_prefix_caching_nothing_is_shared():

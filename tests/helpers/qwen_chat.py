@@ -12,6 +12,6 @@ QWEN = """{%- if tools %}<tools>
 {%- endfor %}
 {%- if add_generation_prompt %}[assistant]
 {%- if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}
-{%- endif %}"""
+{%- if starts_thinking is defined %}<think>\n{% endif %}{% endif %}"""
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'

@@ -58,7 +58,10 @@ CASES: dict[str, dict[str, Any]] = {
     "attention-bias": {"attention_bias": True},
     "mlp-bias": {"mlp_bias": True},
     "wide-heads": {"head_dim": 32},
-    "head-dim-80": {"head_dim": 80},
+    "gqa-3-1": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "gqa-5-1": {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1},
+    "gqa-16-2": {"num_attention_heads": 16, "num_key_value_heads": 2},
+    **{f"head-dim-{size}": {"head_dim": size} for size in (64, 80, 96, 112, 128, 256)},
     "vocab-1003": {"vocab_size": 1003},
     "rope-llama3": {"rope_parameters": LLAMA3},
     "rope-linear": {

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from compiled_engine.config import ServerConfig
-from compiled_engine.request import ModelLimits
+from compiled_engine.server.parsers.registry import TOOL_FORMATS
 from tests.helpers.fake_engine import EOS, FakeEngine, TemplateTokenizer, text_reply
+from tests.helpers.qwen_chat import CALL, LIMITS, QWEN
 from tests.helpers.server_harness import MODEL, Server, with_server
 
 USER = [{"role": "user", "content": "hi"}]
-LIMITS = ModelLimits(max_model_len=16_384, vocab_size=258, max_total_tokens=65_536)
 TOOLS = [
     {
         "type": "function",
@@ -26,17 +27,6 @@ TOOLS = [
     }
     for name in ("f", "now")
 ]
-# A small template in the manner of Qwen3's.
-QWEN = """{%- if tools %}<tools>
-{%- for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
-{%- for m in messages %}[{{ m.role }}]
-{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
-{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
-{%- endfor %}
-{%- if add_generation_prompt %}[assistant]
-{%- if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}
-{%- if starts_thinking is defined %}<think>\n{% endif %}{% endif %}"""
-CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now"}\n</tool_call>'
 
 
@@ -378,6 +368,43 @@ def test_forced_calls_reach_the_engine_as_a_grammar():
         assert server.engine.submitted[-1].params.grammar is None
 
     _run(body, CALL)
+
+
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
+def test_tool_choice_is_enforced_with_every_parser(parser):
+    """The fake engine knows no grammars and answers in prose: what counts is what it was given."""
+    named = {"type": "function", "function": {"name": "f"}}
+    cases = [("required", 2), (named, 1), ("auto", 0), ("none", 0)]
+
+    async def body(server: Server):
+        for choice, num_names in cases:
+            for stream in (False, True):
+                request = {"messages": USER, "tools": TOOLS, "tool_choice": choice}
+                if stream:
+                    await server.stream("/v1/chat/completions", request)
+                else:
+                    status, answer = await server.post("/v1/chat/completions", request)
+                    assert status == 200, answer
+                    assert "tool_calls" not in answer["choices"][0]["message"]
+                grammar = server.engine.submitted[-1].params.grammar
+                assert (grammar is None) == (num_names == 0)
+                if grammar is not None:
+                    names = [tool["function"]["name"] for tool in TOOLS]
+                    tags = [tag for tag in _begins(json.loads(grammar.text)) if tag]
+                    found = {n for n in names if any(re.search(rf"\b{n}\b", t) for t in tags)}
+                    assert len(found) == num_names
+
+    _run(body, "I would rather write prose.", config=ServerConfig(port=0, tool_call_parser=parser))
+
+
+def _begins(form) -> list[str]:
+    """What the tags inside a structural tag begin with."""
+    if isinstance(form, list):
+        return [begin for part in form for begin in _begins(part)]
+    if not isinstance(form, dict):
+        return []
+    own = [form["begin"]] if form.get("type") == "tag" else []
+    return own + [begin for part in form.values() for begin in _begins(part)]
 
 
 def test_deep_and_large_schemas_are_refused_not_crashed_on():

@@ -233,6 +233,31 @@ def test_chat_n_choices_are_complete_and_never_mixed():
     with_server(body, engine=FakeEngine(reply, delay_s=0.001))
 
 
+def test_chat_choices_whose_client_leaves_do_not_touch_the_others():
+    def reply(request):
+        return [*f"seed {request.params.seed} ".encode() * 4, EOS]
+
+    async def leave(server: Server, seed: int):
+        request = {"messages": USER, "n": 3, "seed": seed, "stream": True}
+        url = server.url + "/v1/chat/completions"
+        async with server.session.post(url, json=request) as response:
+            await response.content.readuntil(b"\n\n")
+
+    async def stay(server: Server, seed: int):
+        request = {"messages": USER, "n": 3, "seed": seed, "temperature": 0}
+        _, answer = await server.post("/v1/chat/completions", request)
+        texts = [choice["message"]["content"] for choice in answer["choices"]]
+        assert texts == [f"seed {_choice_seed(seed, i)} " * 4 for i in range(3)]
+
+    async def body(server: Server):
+        leaving = [leave(server, 100 + i) for i in range(3)]
+        await asyncio.gather(*leaving, *(stay(server, i) for i in range(7)))
+        assert len(server.engine.aborted) == 9
+        assert server.engine.num_running == 0
+
+    with_server(body, engine=FakeEngine(reply, delay_s=0.002))
+
+
 def test_chat_defaults_come_from_the_model_and_requests_override_them():
     async def body(server: Server):
         await server.post("/v1/chat/completions", {"messages": USER, "top_p": 1, "top_k": None})

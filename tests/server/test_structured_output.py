@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 
 import msgspec
 import pytest
@@ -156,3 +158,66 @@ def test_a_refusal_by_the_engine_is_a_400_before_any_chunk():
                     assert answer["error"]["type"] == "invalid_request_error"
 
     with_server(body, engine=engine)
+
+
+def _nested(levels: int) -> bytes:
+    return b'{"items":' * levels + b"{}" + b"}" * levels
+
+
+HEAVY = [
+    (b'"guided_json":' + _nested(400), "guided_json"),
+    (b'"guided_json":' + _nested(5000), None),
+    (b'"guided_json":{"enum":[' + b",".join(b'"v%d"' % i for i in range(100_000)) + b"]}", None),
+    (b'"guided_json":{"description":"' + b"x" * 20_000_000 + b'"}', "guided_json"),
+    (b'"guided_json":{"$ref":"#"}', "guided_json"),
+    (b'"guided_json":{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/a"}}}', "guided_json"),
+    (b'"guided_regex":"' + b"(" * 200_000 + b'"', "guided_regex"),
+]
+
+
+def test_heavy_schemas_are_refused_before_they_reach_the_engine_and_hold_up_nobody():
+    """64 at once, while a stream runs."""
+
+    async def one(server: Server, fields: bytes, param: str | None):
+        raw = b'{"prompt":"a",' + fields + b"}"
+        status, answer = await server.post("/v1/completions", raw)
+        assert status == 400, answer
+        assert param in (None, answer["error"]["param"])
+        assert answer["error"]["message"]
+
+    async def body(server: Server):
+        gaps = []
+        is_done = asyncio.Event()
+
+        async def beat() -> None:
+            while not is_done.is_set():
+                started = time.monotonic()
+                await asyncio.sleep(0.01)
+                gaps.append(time.monotonic() - started)
+
+        beating = asyncio.create_task(beat())
+        light = [case for case in HEAVY if len(case[0]) < 10_000_000]
+        await asyncio.gather(*(one(server, *case) for case in HEAVY))
+        await asyncio.gather(*(one(server, *light[i % len(light)]) for i in range(64)))
+        is_done.set()
+        await beating
+        # The client of this test shares the loop, and its bodies are megabytes.
+        assert max(gaps) < 2.0
+        assert server.engine.submitted == []
+        tree = {
+            "$defs": {
+                "tree": {
+                    "type": "object",
+                    "properties": {
+                        "value": {"type": "integer"},
+                        "left": {"$ref": "#/$defs/tree"},
+                        "right": {"$ref": "#/$defs/tree"},
+                    },
+                }
+            },
+            "$ref": "#/$defs/tree",
+        }
+        status, _ = await server.post("/v1/completions", {"prompt": "a", "guided_json": tree})
+        assert status == 200
+
+    with_server(body)

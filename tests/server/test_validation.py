@@ -1,8 +1,10 @@
 """Hostile and odd bodies: each is refused with an OpenAI error that names the field."""
 
+import asyncio
 import gzip
 import re
 import threading
+import time
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from compiled_engine.server.validation import (
     parse_object,
     parse_request,
 )
+from tests.helpers.fake_engine import ByteTokenizer
 from tests.helpers.server_harness import Server, with_server
 
 USER = [{"role": "user", "content": "hi"}]
@@ -312,6 +315,8 @@ def test_unknown_fields_are_logged_once_and_counted(caplog):
         {"add_generation_prompt": False},
         {"messages": []},
         {"enable_thinking": "x" * 100},
+        {"chat_template": "x" * 5_000_000},
+        {"x" * 5_000_000: True},
         {"whatever": 1},
     ],
 )
@@ -375,3 +380,65 @@ def test_body_limit_answers_413_before_the_body_is_there():
         assert server.state.admission.num_requests == 0
 
     with_server(body, config=config)
+
+
+def test_rendering_and_tokenising_hold_up_nobody():
+    class Slow(ByteTokenizer):
+        def apply_chat_template(self, *args, **kwargs):
+            time.sleep(0.3)
+            return super().apply_chat_template(*args, **kwargs)
+
+    async def body(server: Server):
+        slow = [
+            asyncio.create_task(server.post("/v1/chat/completions", {"messages": USER}))
+            for _ in range(4)
+        ]
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+        for path in ("/health", "/v1/models"):
+            assert (await server.get(path))[0] == 200
+        assert time.monotonic() - started < 0.2
+        assert not any(task.done() for task in slow)
+        assert [(await task)[0] for task in slow] == [200] * 4
+
+    with_server(body, tokenizer=Slow())
+
+
+def test_bodies_that_do_not_arrive_are_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generation, "BODY_TIMEOUT_S", 0.4)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+
+    async def send(server: Server, *, closes: bool) -> bytes:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head + b'{"prompt"')
+        if closes:
+            writer.write_eof()  # fewer bytes than were announced
+        for _ in range(8):
+            if not closes:
+                writer.write(b" ")  # one byte now and then
+            await asyncio.sleep(0.1)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def body(server: Server):
+        slow, short = await asyncio.gather(send(server, closes=False), send(server, closes=True))
+        assert slow.startswith(b"HTTP/1.1 408")
+        assert b"did not arrive within 0.4 s" in slow
+        assert short == b"" or short.startswith(b"HTTP/1.1 4")
+        assert server.state.admission.num_requests == 0
+        assert server.engine.submitted == []
+        assert (await server.post("/v1/completions", {"prompt": "a"}))[0] == 200
+
+    with_server(body)
+
+
+def test_long_conversations_fit_the_default_body_limit():
+    async def body(server: Server):
+        for size in (1_100_000, 8_000_000):
+            request = {"messages": [{"role": "user", "content": "x" * size}]}
+            status, answer = await server.post("/v1/chat/completions", request)
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+    with_server(body)
