@@ -136,6 +136,17 @@ def test_killed_engine_ends_streams_with_an_error_and_the_server_with_code_3(mod
         assert server.process.wait(15) == 3
 
 
+def test_signal_while_loading_ends_both_processes(model, tmp_path):
+    flags = ("--max-num-seqs", "4")  # it compiles: that takes a while
+    with ServeProcess(model, tmp_path / "log", flags=flags) as server:
+        server.wait_for("/health", 200)
+        assert server.status("/ready") == 503
+        engine = server.engine()
+        assert server.stop(signal.SIGINT) == 0
+        engine.wait(ENGINE_GONE_S)
+        assert "Traceback" not in server.log
+
+
 def test_taken_port_ends_with_code_2_and_starts_no_engine(model, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
