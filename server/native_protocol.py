@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from compiled_engine.server.protocol import SamplingFields
+
 PauseMode = Literal["in_place", "abort"]
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -19,24 +21,12 @@ _IDS_SCHEMA = {
 }
 
 
-class NativeSampling(msgspec.Struct, kw_only=True):
+class NativeSampling(SamplingFields, kw_only=True):
     """`sampling_params` of `/generate`."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     sampling_seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     json_schema: dict[str, Any] | str | None = None

@@ -38,14 +38,10 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
-    """Fields that completions and chat completions share."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Sampling values that every route spells alike."""
 
-    model: str | None = None
     n: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -54,11 +50,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
     ignore_eos: bool | None = None
+
+
+class GenerationRequest(SamplingFields, kw_only=True):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
