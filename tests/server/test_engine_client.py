@@ -213,6 +213,7 @@ def test_reconnect_takes_a_new_engine_at_the_same_address():
             target=fake_engine_process.main, args=(client._endpoint, frames), daemon=True
         )
         second.start()
+        client._process = second  # otherwise the watch soon says that the first one is dead
         await client.reconnect()
         assert client.dead_reason is None
         assert client.limits is None
