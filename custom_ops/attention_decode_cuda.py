@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.attention_work import (
+    GROUP_TILE,
     KV_TILE,
     LANE_FIELDS,
     SLOT_SIZE,
@@ -60,7 +61,7 @@ class DecodeArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("positions", "out", "partials", "sinks")),
         *((name, ctypes.c_int64) for name in ("table_stride", "q_token", "q_head")),
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_kv_heads")),
-        *((name, ctypes.c_int32) for name in ("page_shift", "width", "kv_tile")),
+        *((name, ctypes.c_int32) for name in ("page_shift", "width", "kv_tile", "group_tile")),
         *((name, ctypes.c_int32) for name in ("lanes", "units", "members", "counters", "slots")),
         *((name, ctypes.c_int32) for name in ("window", "early", "prefetch", "is_early")),
         *((name, ctypes.c_float) for name in ("scale", "cap_in", "cap_out")),
@@ -256,6 +257,7 @@ class CudaDecode:
             page_shift=self.caches[0].shape[1].bit_length() - 1,
             width=shape.members_per_tile,
             kv_tile=KV_TILE,
+            group_tile=GROUP_TILE,
             window=options.window,
             early=self.tuning.early,
             prefetch=self.tuning.prefetch,

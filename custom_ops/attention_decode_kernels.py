@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from compiled_engine.custom_ops.attention_work import (
+    GROUP_TILE,
     KV_TILE,
     LANE_FIELDS,
     MERGE_FIELDS,
@@ -83,6 +84,7 @@ class DecodeConfig:
     early: bool
     pdl: bool
     kv_tile: int = KV_TILE
+    group_tile: int = GROUP_TILE
     lane_fields: int = LANE_FIELDS
     unit_fields: int = UNIT_FIELDS
     merge_fields: int = MERGE_FIELDS
@@ -126,8 +128,9 @@ def _bounds(
 ) -> tl.tuple:
     """Positions [begin, end) of tiles [tile, stop) of the line that lie in a unit."""
     first, _, kv_start, kv_end, _, _, num_members, _ = unit
-    begin = kv_start + (tile - first) * C.kv_tile
-    end = tl.minimum(kv_end, kv_start + (stop - first) * C.kv_tile)
+    size = tl.where(num_members > 0, C.group_tile, C.kv_tile)
+    begin = kv_start + (tile - first) * size
+    end = tl.minimum(kv_end, kv_start + (stop - first) * size)
     if C.has_window:
         begin = tl.where(num_members == 0, tl.maximum(begin, kv_end - window), begin)
     return begin, end

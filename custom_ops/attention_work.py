@@ -7,10 +7,10 @@ spelling is in `attention_work_spec`, the kernels are in `attention_work_triton`
 
 A *candidate* is what the decode kernel may serve: every token (`is_decode`), or every sequence with
 one query token. A *unit* is KV of one candidate, or the shared prefix of up to `members_per_tile`
-candidates. Units, cut into tiles of `KV_TILE` positions, stand in one line, those of prefixes
-first; of the n tiles *lane* l of the L lanes in use takes `n // L` (the first `n % L` lanes one
-more), so a unit may be cut by lanes into segments, each of which leaves one partial result. Fewer
-lanes are in use where each would get less than `MIN_LANE_TILES`.
+candidates. Units, cut into tiles of `KV_TILE` positions (of a prefix: `GROUP_TILE`), stand in one
+line, those of prefixes first; of the n tiles *lane* l of the L lanes in use takes `n // L` (the
+first `n % L` lanes one more), so a unit may be cut by lanes into segments, each of which leaves one
+partial result. Fewer lanes are in use where each would get less than `MIN_LANE_TILES`.
 
 A member of a prefix always has a position of its own: its own last one, which this step wrote.
 Pages of a prefix, and positions before a row's first token of the step, hold what earlier steps
@@ -31,6 +31,9 @@ from compiled_engine.custom_ops.attention_tiles import tile_tokens
 
 # KV positions of a tile
 KV_TILE = 32
+# those of a tile of a shared prefix: with up to 64 query rows a position takes about twice as long
+# there as where one token reads it, and lanes get equal numbers of tiles
+GROUP_TILE = 16
 # lanes are used while each gets this many: 2 chunks of 16 positions for each of its 4 warps; with
 # less to read a lane, combining the lanes' results costs more than reading in parallel saves
 MIN_LANE_TILES = 4

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from compiled_engine.custom_ops.attention_work import (
+    GROUP_TILE,
     KV_TILE,
     LANE_FIELDS,
     LANE_PAGES,
@@ -76,6 +77,7 @@ class WorkConfig:
     pdl: bool
     header: int = 0
     kv_tile: int = KV_TILE
+    group_tile: int = GROUP_TILE
     min_members: int = MIN_MEMBERS
     min_lane_tiles: int = MIN_LANE_TILES
     lane_fields: int = LANE_FIELDS
@@ -105,6 +107,7 @@ class WorkConfig:
     kv_start: int = Unit.KV_START
     kv_end: int = Unit.KV_END
     row: int = Unit.ROW
+    num_members: int = Unit.NUM_MEMBERS
 
 
 @triton.jit
@@ -174,7 +177,7 @@ def _place_groups(
     grouped = members > 0
     leads = grouped & (rank == 0)
     units = tl.where(leads, (members + C.width - 1) // C.width, 0)
-    tiles = units * ((shared + C.kv_tile - 1) // C.kv_tile)
+    tiles = units * ((shared + C.group_tile - 1) // C.group_tile)
     tl.store(work + at.group_units + places, _exclusive_sum(units), mask=leads)
     tl.store(work + at.group_tiles + places, _exclusive_sum(tiles), mask=leads)
     tl.debug_barrier()  # other threads read the leaders' values
@@ -245,7 +248,7 @@ def _group_places(
     grouped = members > 0
     place = rank % C.width
     unit = placed[0] + rank // C.width
-    count = (shared + C.kv_tile - 1) // C.kv_tile
+    count = (shared + C.group_tile - 1) // C.group_tile
     tile = placed[1] + rank // C.width * count
     size = tl.minimum(members - (rank - place), C.width)
     lane, num_segments = _segments(tile, count, num_tiles, C)
@@ -342,7 +345,9 @@ def _write_lanes(
         field = tl.load(source + i, mask=busy, other=0)
         tl.store(record + C.lane_record + i, field, mask=busy)
     before = tile - tl.load(source + C.tile_start, mask=busy, other=0)
-    begin = tl.load(source + C.kv_start, mask=busy, other=0) + before * C.kv_tile
+    is_prefix = tl.load(source + C.num_members, mask=busy, other=0) > 0
+    before *= tl.where(is_prefix, C.group_tile, C.kv_tile)
+    begin = tl.load(source + C.kv_start, mask=busy, other=0) + before
     end = tl.load(source + C.kv_end, mask=busy, other=0)
     row = tl.load(source + C.row, mask=busy, other=0)
     i = tl.arange(0, 16)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.attention_work import (
+    GROUP_TILE,
     KV_TILE,
     LANE_FIELDS,
     LANE_PAGES,
@@ -137,6 +138,11 @@ def _ceil_div(value: int, by: int) -> int:
     return -(-value // by)
 
 
+def _tile_size(unit: list[int]) -> int:
+    """Positions of a tile."""
+    return GROUP_TILE if unit[Unit.NUM_MEMBERS] else KV_TILE
+
+
 class _UnitList:
     """Builds units and merges: first the tiles of every group, then every candidate's own KV."""
 
@@ -156,8 +162,8 @@ class _UnitList:
         return _Lanes(self.shape.num_lanes, self.num_tiles)
 
     def _append(self, start: int, end: int, row: int, *last: int) -> None:
-        count = _ceil_div(end - start, KV_TILE)
-        record = [self.num_tiles, count, start, end, row, *last]
+        record = [self.num_tiles, 0, start, end, row, *last]
+        count = record[Unit.NUM_TILES] = _ceil_div(end - start, _tile_size(record))
         self.units.append(record + [0] * (UNIT_FIELDS - len(record)))
         self.num_tiles += count
 
@@ -235,7 +241,8 @@ class _UnitList:
                 record[Lane.UNIT], record[Lane.TILE], record[Lane.STOP] = unit, tile, stop
                 fields = self.units[unit]
                 record[Lane.RECORD : Lane.RECORD + UNIT_FIELDS] = fields
-                begin = fields[Unit.KV_START] + (tile - fields[Unit.TILE_START]) * KV_TILE
+                before = (tile - fields[Unit.TILE_START]) * _tile_size(fields)
+                begin = fields[Unit.KV_START] + before
                 first, end = begin // page_size, _ceil_div(fields[Unit.KV_END], page_size)
                 pages = table[fields[Unit.ROW]][first : min(end, first + LANE_PAGES)]
                 record[Lane.PAGES : Lane.PAGES + len(pages)] = pages

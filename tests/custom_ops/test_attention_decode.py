@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_engine.custom_ops import attention_decode_cuda, attention_work_spec
 from compiled_engine.custom_ops.attention_choice import (
     CANDIDATES,
     attention_traits,
@@ -24,6 +25,7 @@ from compiled_engine.custom_ops.attention_decode_cuda import (
     Options,
 )
 from compiled_engine.custom_ops.attention_work import (
+    GROUP_TILE,
     KV_TILE,
     LANE_FIELDS,
     MERGE_FIELDS,
@@ -190,6 +192,10 @@ def lists(
     return shape, {name: region.tolist() for name, region in shape.split(work).items()}
 
 
+def tile_size(unit: list[int]) -> int:
+    return GROUP_TILE if unit[Unit.NUM_MEMBERS] else KV_TILE
+
+
 def records(values: list[int], size: int, count: int) -> list[list[int]]:
     return [values[i * size : (i + 1) * size] for i in range(count)]
 
@@ -206,7 +212,7 @@ def test_units_cover_what_each_token_sees_exactly_once(step, lanes, is_decode):
     for unit in units:
         assert unit[Unit.TILE_START] == tile, "units stand in one line without gaps"
         length = unit[Unit.KV_END] - unit[Unit.KV_START]
-        assert unit[Unit.NUM_TILES] == -(-length // KV_TILE) > 0
+        assert unit[Unit.NUM_TILES] == -(-length // tile_size(unit)) > 0
         tile += unit[Unit.NUM_TILES]
         first, count = unit[Unit.TOKEN], unit[Unit.NUM_MEMBERS]
         tokens = work["members"][first : first + count] if count else [first]
@@ -224,6 +230,25 @@ def test_units_cover_what_each_token_sees_exactly_once(step, lanes, is_decode):
         assert spans[0][0] == 0
         assert spans[-1][1] == int(case.step.positions[token]) + 1
         assert all(a[1] == b[0] for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize("size", [16, 48, 64])
+def test_tiles_of_a_prefix_may_have_any_size_emulated(size, monkeypatch):
+    """The size is a weight of the lanes' balance, and changes no result."""
+    case = make_case(STEPS["both"], CaseShape(4, 1, 64, 32, torch.bfloat16))
+    for module in (attention_work_spec, attention_decode_cuda):
+        monkeypatch.setattr(module, "GROUP_TILE", size)
+    assert_near(case, emulate(case, 6))
+
+
+def test_a_lane_takes_fewer_positions_of_a_prefix_than_of_single_tokens():
+    rows = [Row(1, 1024 + 512, 0, 64) for _ in range(4)]
+    _, work = lists(make_case(rows, CaseShape(4, 1, 64, 16)), 8, is_decode=True)
+    units = records(work["units"], UNIT_FIELDS, work["header"][Header.NUM_UNITS])
+    assert [u[Unit.NUM_TILES] for u in units] == [1024 // GROUP_TILE, *[512 // KV_TILE] * 4]
+    first, *others = records(work["lanes"], LANE_FIELDS, 8)
+    assert all(r[Lane.STOP] - r[Lane.TILE] == 16 for r in (first, *others))
+    assert GROUP_TILE < KV_TILE
 
 
 @pytest.mark.parametrize("lanes", [1, 7, 50])
@@ -260,7 +285,7 @@ def test_lanes_have_records_of_all_they_need_to_begin(step, lanes, is_decode):
         assert record[Lane.RECORD : Lane.RECORD + UNIT_FIELDS] == unit
         before = tile - unit[Unit.TILE_START]
         assert 0 <= before < unit[Unit.NUM_TILES]
-        first = (unit[Unit.KV_START] + before * KV_TILE) // size
+        first = (unit[Unit.KV_START] + before * tile_size(unit)) // size
         pages = case.step.block_table[unit[Unit.ROW], first : -(-unit[Unit.KV_END] // size)]
         expected = pages[: LANE_FIELDS - Lane.PAGES].tolist()
         assert record[Lane.PAGES :][: len(expected)] == expected

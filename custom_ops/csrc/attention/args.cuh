@@ -59,7 +59,8 @@ struct DecodeArgs {
     i32 num_kv_heads;
     i32 page_shift;
     i32 width;  // members of a tile of a shared prefix
-    i32 kv_tile;
+    i32 kv_tile;  // positions of a tile, and of one of a shared prefix
+    i32 group_tile;
     i32 lanes;  // where regions of the work list begin
     i32 units;
     i32 members;

@@ -36,8 +36,9 @@ DEVICE Segment segment_of(const DecodeArgs& args, i32 record, i32 first, i32 til
     s.early_end = __shfl_sync(FULL, record, first + EARLY_END);
     s.first_lane = __shfl_sync(FULL, record, first + FIRST_LANE);
     s.group_count = __shfl_sync(FULL, record, first + GROUP_COUNT);
-    s.begin = kv_start + (tile - start) * args.kv_tile;
-    s.end = min(kv_end, kv_start + (stop - start) * args.kv_tile);
+    i32 size = s.num_members > 0 ? args.group_tile : args.kv_tile;
+    s.begin = kv_start + (tile - start) * size;
+    s.end = min(kv_end, kv_start + (stop - start) * size);
     if (args.window > 0 && s.num_members == 0) s.begin = max(s.begin, kv_end - args.window);
     s.first_chunk = s.begin / CHUNK;
     s.end_chunk = s.begin < s.end ? (s.end + CHUNK - 1) / CHUNK : s.first_chunk;
@@ -88,8 +89,9 @@ struct Loader {
         segment = segment_of(args, record, LANE_RECORD, tile, stop);
         i32 start = __shfl_sync(FULL, record, LANE_RECORD + TILE_START);
         i32 kv_start = __shfl_sync(FULL, record, LANE_RECORD + KV_START);
+        i32 size = segment.num_members > 0 ? args.group_tile : args.kv_tile;
         near = record;
-        near_page = (kv_start + (tile - start) * args.kv_tile) >> args.page_shift;
+        near_page = (kv_start + (tile - start) * size) >> args.page_shift;
         step = 0;
         num_steps = segment.steps(warp_id());
         load_pages(args);
