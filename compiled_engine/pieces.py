@@ -1,9 +1,10 @@
 """The functions a step is made of, compiled or not, and which version serves which size.
 
 Every piece is a pure function of its arguments but for the tensors it says it mutates, and every
-piece has its plain twin: the same function, not compiled. A decoder layer has up to four versions:
-for one token, for few (products read the weights once, by our kernels), and for many in decode
-steps and in mixed ones (products by the library).
+piece has its plain twin: the same function, not compiled. A decoder layer has up to five versions:
+for one token, for few (products read the weights once, by our kernels), for many in decode steps
+and in mixed ones (products by the library), and for the last layer of a step that has more tokens
+than rows: what it does behind attention, it does for the rows that are sampled.
 """
 
 from __future__ import annotations
@@ -44,17 +45,22 @@ class LayerVersion:
         name: shown in logs.
         low, high: token counts it serves; equal for a static one.
         is_decode: for decode steps; see `passes.decode_attention`.
+        is_last: for the last layer; gives `max_rows` rows.
     """
 
     name: str
     low: int
     high: int
     is_decode: bool
+    is_last: bool = False
 
 
-def layer_versions(max_tokens: int, max_rows: int, *, is_gpu: bool) -> tuple[LayerVersion, ...]:
+def layer_versions(
+    max_tokens: int, max_rows: int, *, is_gpu: bool, has_last: bool
+) -> tuple[LayerVersion, ...]:
     """The versions that steps of up to `max_tokens` tokens need, smallest first."""
     if not is_gpu:
+        few = 1
         versions = [
             LayerVersion("layer_one", 1, 1, is_decode=False),
             LayerVersion("layer_many", 2, max_tokens, is_decode=False),
@@ -67,6 +73,9 @@ def layer_versions(max_tokens: int, max_rows: int, *, is_gpu: bool) -> tuple[Lay
             LayerVersion("layer_many_decode", few + 1, most, is_decode=True),
             LayerVersion("layer_many_mixed", few + 1, max_tokens, is_decode=False),
         ]
+    if has_last:
+        low = max(few, max_rows) + 1
+        versions.append(LayerVersion("layer_last", low, max_tokens, is_decode=False, is_last=True))
     return tuple(version for version in versions if version.low <= version.high)
 
 
@@ -95,7 +104,10 @@ class StepPieces:
         self.shape = shape
         self.vocab_size = vocab_size
         self.scheduler = scheduler
-        self.versions = layer_versions(shape.max_tokens, shape.max_rows, is_gpu=is_gpu)
+        # On a CPU the compile of one more version costs a start more than it spares a prompt.
+        self.versions = layer_versions(
+            shape.max_tokens, shape.max_rows, is_gpu=is_gpu, has_last=is_gpu or driver.is_eager
+        )
         self._driver = driver
         self._layers = {v: self._compile_layer(v, is_gpu=is_gpu) for v in self.versions}
         # Parameters of submitted rows are written by `begin`, unless this writes them before it.
@@ -201,10 +213,21 @@ class StepPieces:
         ) -> tuple[Tensor]:
             return (module(residual, rotary, cache, ctx),)
 
+        def last_layer(
+            module: DecoderLayer,
+            cache: LayerCache,
+            rotary: Rotary,
+            ctx: PagedContext,
+            keep: Tensor,
+            residual: Tensor,
+        ) -> tuple[Tensor]:
+            return (module(residual, rotary, cache, ctx, keep),)
+
         is_few = is_gpu and version.high <= MAX_FEW
         traits = PieceTraits(is_decode=version.is_decode, is_few=is_few) if is_gpu else PLAIN
+        function, num_shared = (last_layer, 3) if version.is_last else (layer, 2)
         return self._driver.compile_direct(
-            layer, version.name, num_static=2, num_shared=2, traits=traits
+            function, version.name, num_static=2, num_shared=num_shared, traits=traits
         )
 
     def _sampler(self, variant: Variant, vocab_size: int) -> Callable[..., Sampled]:
@@ -221,12 +244,17 @@ class StepPieces:
 
     def version(self, num_tokens: int, *, is_mixed: bool) -> LayerVersion:
         """The layer's version for a step of `num_tokens` tokens."""
-        fitting = [v for v in self.versions if v.low <= num_tokens <= v.high]
+        fitting = [v for v in self.versions if v.low <= num_tokens <= v.high and not v.is_last]
         wanted = [v for v in fitting if v.is_decode != is_mixed]
         return (wanted or fitting)[0]
 
+    def last_version(self, num_tokens: int) -> LayerVersion | None:
+        """The version that gives only what is sampled; None where every token may be."""
+        fitting = (v for v in self.versions if v.low <= num_tokens <= v.high and v.is_last)
+        return next(fitting, None)
+
     def layer(self, version: LayerVersion) -> Any:
-        """The compiled layer; called as `DirectPiece`."""
+        """The compiled layer; called as `DirectPiece`, an `is_last` one with `keep` behind ctx."""
         return self._layers[version]
 
     def mark_sizes(self, version: LayerVersion, tensors: tuple[Tensor, ...], work: Tensor) -> None:

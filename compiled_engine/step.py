@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -199,10 +199,12 @@ class StepExecutor:
         """Model and sampler. Where memory runs out and it `survives`, rows stay where they are."""
         try:
             version = self.pieces.version(key.num_tokens, is_mixed=key.is_mixed)
-            residual, inputs = self._run_layers(step_plan, key.num_tokens, version)
+            # Every token of a prompt whose tokens are scored needs its logits.
+            last = None if key.num_scored else self.pieces.last_version(key.num_tokens)
+            residual, inputs = self._run_layers(step_plan, key.num_tokens, version, last)
             if key.num_scored:
                 self._score_prompts(key, residual, inputs)
-            return self._sample(key, *self._logits(residual, inputs))
+            return self._sample(key, *self._logits(residual, inputs, is_kept=last is not None))
         except torch.OutOfMemoryError:
             if not survives:
                 raise
@@ -289,13 +291,17 @@ class StepExecutor:
         step_plan: Plan,
         num_tokens: int,
         version: LayerVersion,
+        last: LayerVersion | None,
         *,
-        is_warm_up: bool = False,
+        warmed: LayerVersion | None = None,
     ) -> tuple[Tensor, StepInputs]:
-        """Residual [T, hidden] behind the last layer, and where its tokens stand."""
-        is_marked = is_warm_up and not self.driver.is_eager
+        """Residual [T, hidden] behind the last layer, and where its tokens stand.
+
+        With `last`, the version of the last layer, it has the sampled rows only: [S, hidden].
+        `warmed` is the one of the two that has not been compiled yet.
+        """
         places = self._places[:num_tokens]
-        if is_marked:
+        if warmed is not None:
             places = self._any_size(places)
         inputs, residual, rotary = self.pieces.embed(self.state, step_plan, places)
         ctx = PagedContext(
@@ -310,22 +316,25 @@ class StepExecutor:
         )
         if not self.reads_plans:
             ctx = ctx._replace(work=self._attention_work(ctx, version))
-        layer, shared = self.pieces.layer(version), (rotary, ctx)
+        layer = self.pieces.layer(version)
+        shared: tuple[Any, ...] = (rotary, ctx)
         for key, static in enumerate(self._layers):
-            if is_marked:
+            if last is not None and key == len(self._layers) - 1:
+                keep = inputs.logits_indices[: min(num_tokens, self.shape.max_rows)]
+                version, layer, shared = last, self.pieces.layer(last), (rotary, ctx, keep)
+            if version is warmed:
                 varying = (residual, *rotary, ctx.slot_mapping, ctx.token_rows, ctx.positions)
                 self.pieces.mark_sizes(version, varying, ctx.work)
             (residual,) = layer(key, static, shared, residual)
         return residual, inputs
 
     def _logits(
-        self, residual: Tensor, inputs: StepInputs, *, is_warm_up: bool = False
+        self, residual: Tensor, inputs: StepInputs, *, is_kept: bool, is_warm_up: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logits [S, vocab] and rows [S] of the S = min(T, R) sequence places."""
+        """Logits [S, vocab] and rows [S] of residual [S, hidden], or [T, hidden] if not `is_kept`."""
         num_seqs = min(residual.shape[0], self.shape.max_rows)
-        residual = residual[inputs.logits_indices[:num_seqs]]
-        if is_warm_up and not self.driver.is_eager:
-            residual = self._any_size(residual)
+        residual = residual if is_kept else residual[inputs.logits_indices[:num_seqs]]
+        residual = self._any_size(residual) if is_warm_up else residual
         return self.pieces.head(residual), inputs.seq_rows[:num_seqs]
 
     def _attention_work(self, ctx: PagedContext, version: LayerVersion) -> Tensor:
@@ -416,8 +425,12 @@ class StepExecutor:
         for done, version in enumerate(self.pieces.versions, start=1):
             on_piece(f"model, {_size_name(version)}", done, total)
             size = _example_size(version)
-            made = self._run_layers(step_plan, size, version, is_warm_up=True)
-            logits, seq_rows = self._logits(*made, is_warm_up=True)
+            others = self.pieces.version(size, is_mixed=not version.is_decode)
+            last = version if version.is_last else None
+            warmed = None if self.driver.is_eager else version
+            residual, inputs = self._run_layers(step_plan, size, others, last, warmed=warmed)
+            is_kept = last is not None
+            logits, seq_rows = self._logits(residual, inputs, is_kept=is_kept, is_warm_up=True)
         done = 1 + len(self.pieces.versions)
         for variant in Variant:
             on_piece(f"sampler, {variant.name.lower()}", done + variant, total)
@@ -475,10 +488,11 @@ def _example_size(version: LayerVersion) -> int:
     """A size for the version's compile; a dynamic one equals no other size by chance."""
     if version.low == version.high:
         return version.low
-    return min(version.high, max(version.low, 37 if version.high > 37 else 13))
+    return min(version.high, max(version.low + 4, 37 if version.high > 37 else 13))
 
 
 def _size_name(version: LayerVersion) -> str:
+    layer = "last layer, " * version.is_last
     if version.low == version.high:
-        return f"{version.low} token" + "s" * (version.low > 1)
-    return f"{version.low} to {version.high} tokens"
+        return f"{layer}{version.low} token" + "s" * (version.low > 1)
+    return f"{layer}{version.low} to {version.high} tokens"

@@ -121,15 +121,21 @@ class Attention(nn.Module):
         return rope(q, k, rotary.cos, rotary.sin)
 
     def forward(
-        self, x: Tensor, rotary: Rotary, cache: LayerCache | None, ctx: PagedContext | None
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        cache: LayerCache | None,
+        ctx: PagedContext | None,
+        keep: Tensor | None = None,
     ) -> Tensor:
+        """Attends every row of x [T, hidden]; gives those of `keep` [S], or all."""
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 H_kv, D]
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         q, k = self.position(q, k, rotary)
         if cache is not None and ctx is not None:
             kv_write(k, v, cache.k_cache, cache.v_cache, ctx.slot_mapping)
-        out = attention(q, k, v, cache, ctx, self.scale)
-        return self.o_proj(out.flatten(1))
+        out = attention(q, k, v, cache, ctx, self.scale).flatten(1)
+        return self.o_proj(out if keep is None else out[keep])
 
 
 class DecoderLayer(nn.Module):
@@ -148,8 +154,15 @@ class DecoderLayer(nn.Module):
         rotary: Rotary,
         cache: LayerCache | None = None,
         ctx: PagedContext | None = None,
+        keep: Tensor | None = None,
     ) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(residual), rotary, cache, ctx)
+        """The stream behind the layer: of all rows, or of those that `keep` [S] int64 names.
+
+        Keys and values are those of all rows either way.
+        """
+        attended = self.self_attn(self.input_layernorm(residual), rotary, cache, ctx, keep)
+        if keep is not None:
+            residual = residual[keep]
         residual = residual + attended
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
