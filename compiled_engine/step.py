@@ -331,7 +331,7 @@ class StepExecutor:
     def _logits(
         self, residual: Tensor, inputs: StepInputs, *, is_kept: bool, is_warm_up: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logits [S, vocab] and rows [S] of residual [S, hidden], or [T, hidden] if not `is_kept`."""
+        """Logits [S, vocab] and rows [S] of residual [S, hidden], of [T, hidden] if not `is_kept`."""
         num_seqs = min(residual.shape[0], self.shape.max_rows)
         residual = residual if is_kept else residual[inputs.logits_indices[:num_seqs]]
         residual = self._any_size(residual) if is_warm_up else residual
