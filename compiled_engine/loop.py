@@ -45,6 +45,7 @@ from compiled_engine.scheduler.advance import (
     COUNT_STEP_TOKENS,
     COUNT_WAITING_ROWS,
     COUNT_WANTED_TOKENS,
+    NUM_COUNTS,
 )
 from compiled_engine.scheduler.inbox import Inbox, InboxBuilder, MaskEntry, SubmitEntry
 from compiled_engine.scheduler.keys import salt_of
@@ -116,13 +117,14 @@ class StepLoop:
         self._seats: dict[int, Seat] = {}  # by row
         self._num_live = 0  # seats whose request is not over
         self._num_by_variant = [0] * len(Variant)  # seats
+        self._variant = Variant.GREEDY  # serves every seat
         self._seat_of: dict[int, Seat] = {}  # by request id
         self._unstarted: dict[int, int] = {}  # row -> prompt tokens, until its first token
         shape = executor.shape
         self._guess = PrefixGuess(is_caching=shape.prefix_caching, page_size=shape.page_size)
         self.queue_times = QueueTimes()
         self._arrival = 0
-        self._newest: HostRecord | None = None
+        self._counts = [0] * NUM_COUNTS  # of the newest record
         self._unread: deque[_Launched] = deque()  # steps launched and not read
         self._step_times = step_times
         self._loops_on_device = loops_on_device
@@ -190,9 +192,7 @@ class StepLoop:
 
     @property
     def _num_waiting_rows(self) -> int:
-        if self._newest is None:
-            return 0
-        return min(self._num_live, int(self._newest.counts[COUNT_WAITING_ROWS]))
+        return min(self._num_live, self._counts[COUNT_WAITING_ROWS])
 
     # --- the two loops --------------------------------------------------------------------
 
@@ -252,15 +252,14 @@ class StepLoop:
 
     def _is_steady(self) -> bool:
         """All that runs is decoding, and the host has nothing to hand to the device."""
-        if self._newest is None or not self._num_live or not self.inbox.is_empty:
+        if not self._num_live or not self.inbox.is_empty:
             return False
         if self._grammars.rows or self._logprobs.rows:
             return False
-        counts = self._newest.counts
+        counts = self._counts
         is_decoding = counts[COUNT_DECODE_ROWS] == counts[COUNT_RESIDENT_ROWS] > 0
-        num_waiting = int(counts[COUNT_WAITING_ROWS])
-        can_seat = bool(self._queue and self._free_rows)
-        return bool(is_decoding) and len(self._unstarted) == num_waiting and not can_seat
+        is_all_started = len(self._unstarted) == counts[COUNT_WAITING_ROWS]
+        return is_decoding and is_all_started and not (self._queue and self._free_rows)
 
     def _read_loop(self) -> TokenBatch | None:
         """Tokens of the running loop's next record; None once it has ended."""
@@ -279,7 +278,8 @@ class StepLoop:
     # --- launch ---------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        self._seat_requests()
+        if self._queue:
+            self._seat_requests()
         if self._grammars.rows:
             self._collect_masks()
         has_entries = not self.inbox.is_empty
@@ -322,14 +322,14 @@ class StepLoop:
         masks = [mask for mask in arrived if mask is not None]
         return inbox, build_param_inbox(self.executor.shape, entries), masks
 
-    @property
-    def _variant(self) -> Variant:
-        """The sampler that serves every seat."""
-        return next((v for v in _VARIANTS if self._num_by_variant[v]), Variant.GREEDY)
+    def _count_variant(self, variant: Variant, change: int) -> None:
+        """A seat asks for the sampler, or leaves."""
+        self._num_by_variant[variant] += change
+        self._variant = next((v for v in _VARIANTS if self._num_by_variant[v]), Variant.GREEDY)
 
     def _seat_requests(self) -> None:
         """Gives free rows to queued requests, in order of priority, then arrival."""
-        if not (self._queue and self._free_rows):
+        if not self._free_rows:
             return
         if len({r.priority for r in self._queue}) > 1:
             self._queue = deque(sorted(self._queue, key=lambda r: r.priority))
@@ -361,7 +361,7 @@ class StepLoop:
         self._seats[row] = seat
         self._columns.take(row, seat.gen, request.request_id)
         self._num_live += 1
-        self._num_by_variant[seat.variant] += 1
+        self._count_variant(seat.variant, 1)
         self._seat_of[request.request_id] = seat
         self._unstarted[row] = len(prompt)
         self.inbox.submit(
@@ -391,17 +391,13 @@ class StepLoop:
             return executor.key_of(executor.buckets[-1], variant, is_mixed=True)
         if not self._unstarted and self._num_waiting_rows == 0:
             return executor.key_of(self._num_live, variant, is_mixed=False)
-        wanted, resident, num_waiting = self._num_live, 0, 0
-        if self._newest is not None:
-            counts = self._newest.counts
-            wanted += int(counts[COUNT_WANTED_TOKENS] - counts[COUNT_STEP_TOKENS])
-            resident = int(counts[COUNT_RESIDENT_ROWS])
-            num_waiting = int(counts[COUNT_WAITING_ROWS])
-        if resident < len(self._seats):
+        counts = self._counts
+        wanted = self._num_live + counts[COUNT_WANTED_TOKENS] - counts[COUNT_STEP_TOKENS]
+        if counts[COUNT_RESIDENT_ROWS] < len(self._seats):
             wanted += self._guess.num_needed()
         # Steps launched and not read yet have served part of that already.
         wanted = max(self._num_live, wanted - sum(step.num_prompt_places for step in self._unread))
-        is_mixed = bool(self._unstarted or num_waiting)
+        is_mixed = bool(self._unstarted or counts[COUNT_WAITING_ROWS])
         if is_mixed and self._step_times is not None and self._num_live > len(self._unstarted):
             most = self._step_times.most_tokens(self._context())
             wanted = min(wanted, max(most, self._num_live))
@@ -410,10 +406,8 @@ class StepLoop:
     def _context(self) -> int:
         """Tokens in front of the prompt chunks that are computed now, at most."""
         longest = max(self._unstarted.values(), default=0)
-        if self._newest is None:
-            return longest
-        counts = self._newest.counts
-        return max(0, longest - int(counts[COUNT_WANTED_TOKENS] - counts[COUNT_STEP_TOKENS]))
+        counts = self._counts
+        return max(0, longest - (counts[COUNT_WANTED_TOKENS] - counts[COUNT_STEP_TOKENS]))
 
     # --- read -----------------------------------------------------------------------------
 
@@ -426,20 +420,20 @@ class StepLoop:
         return self._take_record(record, found)
 
     def _take_record(self, record: HostRecord, found: StepLogprobs = NOTHING) -> TokenBatch:
-        self._newest = record
+        self._counts = record.counts
         self.stats.take(record.counts, self.executor.shape.num_pages)
         if self._grammars.rows:
             self._grammars.take_tokens(record.rows)
         started = self._columns.started()
-        news = record.rows[started.rows]
-        # The first two columns are the generation and the flags.
-        is_steady = len(news) == len(self._seats) and (news[:, :2] == started.expected).all()
+        # One column behind the other: generations, flags, cached tokens, tokens.
+        columns = record.rows.take(started.places).tobytes()
+        is_steady = started.num_rows == len(self._seats) and columns.startswith(started.expected)
         if not is_steady:
             return self._take_changes(record.rows[:-1], found)
         # Every seat gained a token and nothing else happened.
-        self.stats.num_generated_tokens += len(news)
-        tokens, cached = news[:, COLUMN_TOKEN].tobytes(), news[:, COLUMN_CACHED].tobytes()
-        return TokenBatch(started.request_ids, tokens, cached, {}, *found)
+        self.stats.num_generated_tokens += started.num_rows
+        half, third = len(columns) // 2, len(columns) // 4 * 3
+        return TokenBatch(started.request_ids, columns[third:], columns[half:third], {}, *found)
 
     def _take_changes(self, rows: np.ndarray, found: StepLogprobs) -> TokenBatch:
         """Array operations for all rows; single seats only where one starts, ends or is left."""
@@ -465,7 +459,7 @@ class StepLoop:
 
     def _note_time(self, launched: _Launched) -> None:
         """Learns what a step took, where the device had no pause before it."""
-        now, before = time.perf_counter(), self._read_at
+        now, before = self.executor.outbox.read_at, self._read_at
         self._read_at = now
         key = launched.key
         is_plain = key.is_mixed and not key.num_scored and launched.at < before
@@ -495,6 +489,6 @@ class StepLoop:
         del self._seats[seat.row]
         self._logprobs.leave(seat.row)
         self._columns.leave(seat.row)
-        self._num_by_variant[seat.variant] -= 1
+        self._count_variant(seat.variant, -1)
         self._seat_of.pop(seat.request.request_id, None)
         self._free_rows.append(seat.row)

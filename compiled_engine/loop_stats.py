@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from compiled_engine.scheduler.advance import (
     COUNT_CACHED_PAGES,
     COUNT_ERRORS,
@@ -28,11 +26,11 @@ class LoopStats:
     num_pages_cached: int = 0
     num_pages_free: int = 0
 
-    def take(self, counts: np.ndarray, num_pages: int) -> None:
+    def take(self, counts: list[int], num_pages: int) -> None:
         """Reads the gauges out of a record's counts; `num_pages` has the null page in it."""
-        free, cached = int(counts[COUNT_FREE_PAGES]), int(counts[COUNT_CACHED_PAGES])
-        self.num_retractions = int(counts[COUNT_RETRACTIONS])
-        self.num_scheduler_errors = int(counts[COUNT_ERRORS])
+        free, cached = counts[COUNT_FREE_PAGES], counts[COUNT_CACHED_PAGES]
+        self.num_retractions = counts[COUNT_RETRACTIONS]
+        self.num_scheduler_errors = counts[COUNT_ERRORS]
         self.num_pages_cached = cached
         self.num_pages_free = free - cached
         self.num_pages_active = num_pages - 1 - free

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +26,7 @@ RING_RECORDS = RECORD_SLOTS
 MIN_FREE_RECORDS = 8
 
 (COLUMN_GEN, COLUMN_FLAGS, COLUMN_CACHED, COLUMN_TOKEN) = range(4)
+NUM_COLUMNS = 4
 FLAG_EMITTED, FLAG_FINISHED, FLAG_FREE = 1, 2, 4
 
 # A poll costs about 0.15 µs: a record that is nearly there is seen at once, a late one cheaply.
@@ -37,17 +37,17 @@ CHECK_SECONDS = 0.5
 NUM_LOOP_CHECKS = 8192
 
 
-@dataclass(frozen=True)
-class HostRecord:
+class HostRecord(NamedTuple):
     """One step's record on the host.
 
     Attributes:
-        rows: [R + 1, 4] int64, columns as the `COLUMN_` constants.
-        counts: [NUM_COUNTS] int64, places as the `COUNT_` constants of `scheduler.advance`.
+        rows: [R + 1, 4] int64, columns as the `COLUMN_` constants; the ring's own memory, which
+            stays as it is until the next record is read.
+        counts: NUM_COUNTS numbers, places as the `COUNT_` constants of `scheduler.advance`.
     """
 
     rows: np.ndarray
-    counts: np.ndarray
+    counts: list[int]
 
 
 def pack(record: StepRecord) -> tuple[Tensor, Tensor]:
@@ -69,26 +69,26 @@ class RecordQueue(ABC):
         device: where steps run.
 
     Attributes:
+        num_unread: records written, or to be written by steps that were launched, and not read; 1
+            while a loop on the device may still write some.
         waited_s: seconds that `read` has waited for records, in all.
+        read_at: host clock when the newest record was there.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
-        self._rows = self._host_zeros(RING_RECORDS, num_rows, 4)
+        self._rows = self._host_zeros(RING_RECORDS, num_rows, NUM_COLUMNS)
         self._counts = self._host_zeros(RING_RECORDS, NUM_COUNTS)
-        self._views = (self._rows.numpy(), self._counts.numpy())  # the same memory
-        self._num_written = 0
+        # The same memory, slot by slot.
+        self._views = list(zip(self._rows.numpy(), self._counts.numpy(), strict=True))
+        self.num_unread = 0
         self._num_read = 0
         self.waited_s = 0.0
+        self.read_at = 0.0
 
     def _host_zeros(self, *size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64, pin_memory=self._is_cuda)
-
-    @property
-    def num_unread(self) -> int:
-        """Records written and not read yet."""
-        return self._num_written - self._num_read
 
     @property
     def has_room(self) -> bool:
@@ -102,27 +102,31 @@ class RecordQueue(ABC):
     def read(self) -> HostRecord:
         """The oldest unread record. Blocks until it is there."""
         assert self.num_unread > 0, "no record to read"
+        number = self._num_read
         start = time.perf_counter()
-        self._wait(self._num_read)
-        self.waited_s += time.perf_counter() - start
-        slot = self._num_read % RING_RECORDS
-        self._num_read += 1
-        return self._record_in(slot)
+        self._wait(number)
+        self.read_at = now = time.perf_counter()
+        self.waited_s += now - start
+        self._num_read = number + 1
+        self.num_unread -= 1
+        return self._record_in(number % RING_RECORDS)
 
     def _record_in(self, slot: int) -> HostRecord:
-        rows, counts = self._views
-        return HostRecord(rows[slot].copy(), counts[slot].copy())
+        rows, counts = self._views[slot]
+        return HostRecord(rows, counts.tolist())
 
     def discard(self) -> None:
         """Waits for the steps launched so far, noted or not, and forgets their records."""
         if self._is_cuda:
             torch.cuda.current_stream(self.device).synchronize()
-        self._num_read = self._num_written
+        self._num_read += self.num_unread
+        self.num_unread = 0
 
     def _take_slot(self) -> int:
         assert self.has_room, "the outbox is full: records must be read before more are written"
-        self._num_written += 1
-        return (self._num_written - 1) % RING_RECORDS
+        slot = (self._num_read + self.num_unread) % RING_RECORDS
+        self.num_unread += 1
+        return slot
 
     @abstractmethod
     def _wait(self, number: int) -> None:
@@ -137,7 +141,7 @@ class Outbox(RecordQueue):
         self._events: list[torch.cuda.Event] = []
         if self._is_cuda:
             self._events = [torch.cuda.Event() for _ in range(RING_RECORDS)]
-        self._staged_rows = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
+        self._staged_rows = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int64, device=device)
         self._staged_counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=device)
 
     def stage(self, rows: Tensor, counts: Tensor) -> None:
@@ -193,7 +197,7 @@ class RingOutbox(RecordQueue):
         sequence = self._host_zeros(RING_RECORDS)
         step_counter = torch.zeros((), dtype=torch.int64, device=device)
         self.ring = RecordRing(self._rows, self._counts, sequence, step_counter)
-        self._sequence = sequence.numpy()
+        self._sequence = sequence.numpy().data  # an entry costs less than an array's
         self._load_order = threading.Lock()
         self._running: RunningLoop | None = None
 
@@ -206,11 +210,7 @@ class RingOutbox(RecordQueue):
         """A loop of steps was launched: records come until it ends. All others have been read."""
         assert self.num_unread == 0, "records of earlier steps must be read first"
         self._running = running
-
-    @property
-    def num_unread(self) -> int:
-        """Records written and not read yet; 1 while a loop may still write some."""
-        return 1 if self._running is not None else super().num_unread
+        self.num_unread = 1
 
     def read_loop(self) -> HostRecord | None:
         """The next record of the running loop; None once it has ended and all were read."""
@@ -223,6 +223,7 @@ class RingOutbox(RecordQueue):
             # The loop says so behind its last record: look at the slot once more.
             if ended_at is not None and number >= ended_at:
                 self._running = None
+                self.num_unread = 0
                 return None
             num_polls += 1
             if num_polls > NUM_SPINS:
@@ -231,14 +232,14 @@ class RingOutbox(RecordQueue):
                 assert self._running.ended_at is not None, "the loop ended without saying so"
         with self._load_order:
             pass
-        self._num_read = self._num_written = number + 1
+        self._num_read = number + 1
         self._running.note_read(number + 1)
         return self._record_in(slot)
 
     def discard(self) -> None:
         """Waits for the steps launched so far, noted or not, and forgets their records."""
         super().discard()
-        self._num_written = self._num_read = int(self.ring.step_counter)
+        self._num_read = int(self.ring.step_counter)
 
     def _wait(self, number: int) -> None:
         slot, expected = number % RING_RECORDS, number + 1

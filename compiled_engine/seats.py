@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from compiled_engine.outbox import FLAG_EMITTED
+from compiled_engine.outbox import FLAG_EMITTED, NUM_COLUMNS
 from compiled_engine.request import Request
 from compiled_engine.sampler import Variant
 
@@ -30,8 +30,9 @@ class Seat:
 class Started(NamedTuple):
     """Seats that have their first token and run on."""
 
-    rows: np.ndarray  # [N]
-    expected: np.ndarray  # [N, 2]: generation, and the flags of a row that gained a token
+    num_rows: int
+    places: np.ndarray  # [4, N] of their columns in a record's rows, as one run of numbers
+    expected: bytes  # [2, N] int64: generations, and the flags of a row that gained a token
     request_ids: bytes
 
 
@@ -70,7 +71,9 @@ class SeatColumns:
         """Kept until a seat changes: most steps ask for the same."""
         if self._started is None:
             rows = np.nonzero(self.has_started & ~self.is_over & (self.gens > 0))[0]
+            places = rows * NUM_COLUMNS + np.arange(NUM_COLUMNS)[:, None]
             flags = np.full(len(rows), FLAG_EMITTED)
-            expected = np.stack((self.gens[rows], flags), 1)
-            self._started = Started(rows, expected, self.request_ids[rows].tobytes())
+            expected = self.gens[rows].tobytes() + flags.tobytes()
+            request_ids = self.request_ids[rows].tobytes()
+            self._started = Started(len(rows), places, expected, request_ids)
         return self._started

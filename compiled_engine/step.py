@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,7 @@ class StepExecutor:
         self._layers = list(zip(model.layers, caches, strict=True))
         self._places = torch.arange(shape.max_tokens, device=self.device)
         self._budgets: dict[int, Tensor] = {}
+        self._keys: dict[tuple[int, Variant, bool], StepKey] = {}
         rows = shape.max_rows + 1
         self._nothing_sampled = Sampled(
             torch.zeros(rows, 1, dtype=torch.int32, device=self.device),
@@ -127,7 +129,7 @@ class StepExecutor:
         self.survives_out_of_memory = False
         self._out_of_memory: list[int] | None = None
 
-    @property
+    @cached_property
     def reads_plans(self) -> bool:
         """On a CPU the plan is there once `begin` returns: reading it costs nothing."""
         return self.device.type == "cpu"
@@ -147,7 +149,8 @@ class StepExecutor:
         needs, and a step without tokens does not run the model. Without entries in the inbox
         nothing is copied. `masks` are those whose arrival the inbox announces.
         """
-        self._mask_upload.send(masks)
+        if masks:
+            self._mask_upload.send(masks)
         if self.reads_plans:
             with torch.no_grad():
                 self._run_here(inbox, param_inbox, key)
@@ -178,9 +181,13 @@ class StepExecutor:
 
     def key_of(self, num_tokens: int, variant: Variant, *, is_mixed: bool) -> StepKey:
         """The key of the smallest step that has `num_tokens` places."""
-        size = self.bucket_of(max(1, num_tokens))
-        version = self.pieces.version(size, is_mixed=is_mixed)
-        return StepKey(size, not version.is_decode, variant)
+        wanted = (num_tokens, variant, is_mixed)
+        key = self._keys.get(wanted)
+        if key is None:
+            size = self.bucket_of(max(1, num_tokens))
+            version = self.pieces.version(size, is_mixed=is_mixed)
+            key = self._keys[wanted] = StepKey(size, not version.is_decode, variant)
+        return key
 
     def _run_here(self, inbox: Inbox, param_inbox: ParamInbox, key: StepKey) -> None:
         budget = self._budget(key.num_tokens)
@@ -331,7 +338,7 @@ class StepExecutor:
     def _logits(
         self, residual: Tensor, inputs: StepInputs, *, is_kept: bool, is_warm_up: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logits [S, vocab] and rows [S] of residual [S, hidden], of [T, hidden] if not `is_kept`."""
+        """Logits [S, vocab] and rows [S] of residual [S, hidden]; [T, hidden] if not `is_kept`."""
         num_seqs = min(residual.shape[0], self.shape.max_rows)
         residual = residual if is_kept else residual[inputs.logits_indices[:num_seqs]]
         residual = self._any_size(residual) if is_warm_up else residual
