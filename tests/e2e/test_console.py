@@ -63,5 +63,5 @@ def test_console_of_a_real_server(tmp_path: Path) -> None:
         running_browser() as browser,
         ServeProcess(Path(DEFAULT_MODEL), tmp_path / "log", flags=flags) as server,
     ):
-        server.wait_for("/ready", 200)
+        server.wait_for("/ready", 200, timeout_s=300.0)
         asyncio.run(_use(browser, server))
