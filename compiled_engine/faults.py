@@ -5,9 +5,11 @@ The engine process reads the variable once, at its start; without it nothing of 
 - `raise`: the host fails before the step.
 - `exit`: the process ends at once, without a word.
 - `sleep`: the host sleeps before the step.
-- `oom`: the model part of the step raises torch's out-of-memory error; eager steps on a CPU only.
+- `oom`: the model part of the step raises torch's out-of-memory error; with CUDA graphs, that of the
+  next step that is not replayed.
 - `abort`: every request is given up before the step.
-- `nan`: the step's logits are NaN; eager steps on a CPU only.
+- `nan`: the newest request's cached values become NaN, so its logits of the step are: of the first
+  step from this one on in which its last page is not shared.
 - `retract`: the newest request's pages are taken back before the step.
 """
 
@@ -44,9 +46,12 @@ class Fault:
         self.kind = kind
         self.step = step
         self.seconds = seconds
+        self._victim: int | None = None  # request whose cache is spoilt
 
     def before_step(self, loop: StepLoop) -> bool:
         """Acts if the next step is the one; returns whether every request is to be given up."""
+        if self.kind == "nan" and loop.stats.num_steps + 1 >= self.step:
+            self._spoil_newest(loop)
         if loop.stats.num_steps + 1 != self.step:
             return False
         if self.kind == "raise":
@@ -55,24 +60,45 @@ class Fault:
             os._exit(EXIT_FAULT)
         if self.kind == "sleep":
             time.sleep(self.seconds)
-        if self.kind in ("oom", "nan"):
+        if self.kind == "oom":
             self._spoil_head(loop)
         if self.kind == "retract":
             _retract_newest(loop)
         return self.kind == "abort"
 
     def _spoil_head(self, loop: StepLoop) -> None:
-        """The next call of the model's head goes wrong, and only that."""
+        """The next call of the model's head runs out of memory, and only that."""
         pieces = loop.executor.pieces
         head: Callable[[Tensor], Tensor] = pieces.head
 
-        def spoilt(residual: Tensor) -> Tensor:
+        def spoilt(_: Tensor) -> Tensor:
             pieces.head = head  # type: ignore[method-assign,assignment]
-            if self.kind == "oom":
-                raise torch.OutOfMemoryError(f"fault on purpose at step {self.step}")
-            return torch.full_like(head(residual), float("nan"))
+            raise torch.OutOfMemoryError(f"fault on purpose at step {self.step}")
 
         pieces.head = spoilt  # type: ignore[method-assign]
+
+    def _spoil_newest(self, loop: StepLoop) -> None:
+        """NaN into the newest request's cache, until it has ended."""
+        rows = loop.rows_in_use()
+        if self._victim is None and rows:
+            self._victim = next(reversed(rows))
+        if self._victim in rows:
+            _spoil_cache(loop, rows[self._victim])
+
+
+def _spoil_cache(loop: StepLoop, row: int) -> None:
+    """NaN in place of the last computed token's values, unless its page may be shared."""
+    executor = loop.executor
+    state, page_size = executor.state, executor.shape.page_size
+    group = state.groups[0]
+    last = (state.num_computed[row].long() - 1).clamp_min(0)
+    page = group.block_table[row, last // page_size].long()
+    is_running = (state.state[row] >= PREFILL) & (state.state[row] <= BLOCKED)
+    is_own = is_running & (state.num_computed[row] > 0) & (group.uid[page] == 0)
+    # Nobody reads the null page.
+    page = torch.where(is_own, page, 0)
+    values = executor.caches[-1].v_cache
+    values[page, last % page_size] = float("nan")
 
 
 def _retract_newest(loop: StepLoop) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine import Engine, build_engine
-from compiled_engine.errors import InvalidRequestError
+from compiled_engine.errors import EngineError, InvalidRequestError
 from compiled_engine.logprob_data import TokenLogprob, read_records
 from compiled_engine.models.source import DEFAULT_MODEL
 from compiled_engine.request import (
@@ -162,8 +162,10 @@ class LLM:
         while loop.has_work:
             for event in loop.step():
                 self._collect(collectors, event)
-            for refusal in loop.take_refusals():
-                raise InvalidRequestError(str(refusal.error), param="grammar")
+            for failure in loop.take_refusals():
+                if failure.is_refusal:
+                    raise InvalidRequestError(str(failure.error), param="grammar")
+                raise EngineError(str(failure.error))
         for event in loop.drain():
             self._collect(collectors, event)
 

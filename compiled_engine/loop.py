@@ -30,6 +30,7 @@ from compiled_engine.outbox import (
     COLUMN_GEN,
     COLUMN_TOKEN,
     FLAG_EMITTED,
+    FLAG_FAILED,
     FLAG_FINISHED,
     FLAG_FREE,
     HostRecord,
@@ -57,6 +58,7 @@ from compiled_engine.token_batch import TokenBatch
 
 # Steps of one loop on the device at most: how long a new request can wait for its end.
 LOOP_STEPS = 32
+NAN_MESSAGE = "the model gave no valid logits for this request (NaN)"
 # The later ones can do all that the earlier ones can.
 _VARIANTS = tuple(reversed(Variant))
 
@@ -145,7 +147,7 @@ class StepLoop:
             self._queue.append(request)
 
     def take_refusals(self) -> list[TokenEvent]:
-        """Events of requests whose grammar failed since the last call."""
+        """Events of requests that failed since the last call."""
         refusals = self._grammars.take_refusals()
         for event in refusals:
             self.queue_times.forget(event.request_id)
@@ -236,8 +238,9 @@ class StepLoop:
         if self.executor.outbox.num_unread:
             return self._read()  # a loop starts with nothing unread
         key = self.executor.key_of(self._num_live, self._variant, is_mixed=False)
-        self.executor.launch_loop(key, max_steps=LOOP_STEPS, has_waiting=self.num_waiting > 0)
-        self._is_looping = True
+        self._is_looping = self._loops_on_device = self.executor.launch_loop(
+            key, max_steps=LOOP_STEPS, has_waiting=self.num_waiting > 0
+        )
         return TokenBatch()
 
     def drain(self) -> list[TokenEvent]:
@@ -301,10 +304,9 @@ class StepLoop:
             if grammar.error is None:
                 self.inbox.mask(grammar.row, grammar.gen, grammar.position)
                 continue
-            self._end(self._seats[grammar.row])
             self.inbox.abort(grammar.row, grammar.gen)
             is_refusal = grammar.is_refusal
-            self._grammars.refuse(grammar.request_id, grammar.error, is_refusal=is_refusal)
+            self._fail(self._seats[grammar.row], grammar.error, is_refusal=is_refusal)
 
     def _take_entries(self) -> tuple[Inbox, ParamInbox, list[RowMask]]:
         """The next step's entries; parameters of the requests submitted in it, masks it brings."""
@@ -441,6 +443,8 @@ class StepLoop:
         # Rows whose generation differs have not seen their submit yet.
         is_known = (columns.gens > 0) & (rows[:, COLUMN_GEN] == columns.gens)
         emitted = np.nonzero(is_known & ~columns.is_over & ((flags & FLAG_EMITTED) != 0))[0]
+        for row in np.nonzero(is_known & ~columns.is_over & ((flags & FLAG_FAILED) != 0))[0]:
+            self._fail(self._seats[int(row)], NAN_MESSAGE, is_refusal=False)
         free = np.nonzero(is_known & ((flags & FLAG_FREE) != 0))[0]
         request_ids, news = columns.request_ids[emitted].tobytes(), rows[emitted]
         for place in np.nonzero(~columns.has_started[emitted])[0].tolist():
@@ -483,6 +487,11 @@ class StepLoop:
         self._num_live -= 1
         self._unstarted.pop(seat.row, None)
         self._guess.leave(seat.row)
+
+    def _fail(self, seat: Seat, message: str, *, is_refusal: bool) -> None:
+        """The seat's request ends with an error, which `take_refusals` hands out."""
+        self._end(seat)
+        self._grammars.refuse(seat.request.request_id, message, is_refusal=is_refusal)
 
     def _leave(self, seat: Seat) -> None:
         assert seat.is_over, f"row {seat.row} is free while its request runs"

@@ -135,6 +135,8 @@ def new_mask_bits(num_rows: int, vocab_size: int, device: torch.device | str) ->
 def mask_logits(logits: Tensor, mask_bits: Tensor, has_grammar: Tensor, seq_rows: Tensor) -> Tensor:
     """Minus infinity for tokens that the row's grammar forbids: [S, padded vocab], as the logits.
 
+    NaN stays, whatever the mask says, so that the sampler sees it.
+
     Args:
         logits: [S, padded vocab].
         mask_bits: from `new_mask_bits`.
@@ -145,7 +147,8 @@ def mask_logits(logits: Tensor, mask_bits: Tensor, has_grammar: Tensor, seq_rows
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)
     bits = (mask_bits[rows].unsqueeze(-1) >> places) & 1
     is_forbidden = bits.view(rows.shape[0], -1)[:, : logits.shape[1]] == 0
-    return logits.masked_fill(is_forbidden & has_grammar[rows][:, None], float("-inf"))
+    is_forbidden = is_forbidden & has_grammar[rows][:, None] & ~logits.isnan()
+    return logits.masked_fill(is_forbidden, float("-inf"))
 
 
 class Sampled(NamedTuple):

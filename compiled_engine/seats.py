@@ -24,7 +24,7 @@ class Seat:
     seed: int
     variant: Variant
     num_prompt: int
-    is_over: bool = False  # finished or aborted: no more events
+    is_over: bool = False  # finished, failed or aborted: no more events
 
 
 class Started(NamedTuple):

@@ -6,6 +6,7 @@ its size; `--cudagraph-mode none` launches the same functions one by one, which 
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -52,6 +53,8 @@ from compiled_engine.scheduler.plan import Plan
 from compiled_engine.scheduler.state import new_state
 from compiled_engine.upload import DeviceInbox, MaskUpload
 
+logger = logging.getLogger(__name__)
+
 
 class StepKey(NamedTuple):
     """What tells one captured step from another.
@@ -86,7 +89,8 @@ class StepExecutor:
 
     Attributes:
         survives_out_of_memory: a step that runs out of memory computes nothing instead of raising;
-            set by whoever asks `take_out_of_memory` after each step. Captured steps never do.
+            set by whoever asks `take_out_of_memory` after each step. A replayed step needs no
+            memory that it does not have; one that cannot be captured stays uncaptured.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class StepExecutor:
         )
         self._no_work = torch.zeros(0, dtype=torch.int32, device=self.device)
         self._graphs: StepGraphs | None = None
+        self._uncaptured: set[StepKey] = set()  # memory did not suffice
         self.loop_control: LoopControl | None = None
         self._loops: dict[StepKey, DeviceLoop] = {}
         self._upload: DeviceInbox | None = None
@@ -175,9 +180,18 @@ class StepExecutor:
             graphs.replay(key)
             return
         with torch.no_grad():
-            self._enqueue(key, survives=self.survives_out_of_memory and graphs is None)
-            if graphs is not None:
-                graphs.capture(key, lambda: self._enqueue(key))
+            self._enqueue(key, survives=self.survives_out_of_memory)
+            is_whole = self._out_of_memory is None and key not in self._uncaptured
+            if graphs is not None and is_whole:
+                self._capture_late(key, graphs)
+
+    def _capture_late(self, key: StepKey, graphs: StepGraphs) -> None:
+        """Captures a step that nobody asked for before; its kernels have just run."""
+        try:
+            graphs.capture(key, lambda: self._enqueue(key))
+        except torch.OutOfMemoryError:
+            self._uncaptured.add(key)
+            logger.warning("no memory for the CUDA graph of %s: it is launched without one", key)
 
     def key_of(self, num_tokens: int, variant: Variant, *, is_mixed: bool) -> StepKey:
         """The key of the smallest step that has `num_tokens` places."""
@@ -233,10 +247,11 @@ class StepExecutor:
 
     # --- loops on the device --------------------------------------------------------------
 
-    def launch_loop(self, key: StepKey, *, max_steps: int, has_waiting: bool) -> None:
+    def launch_loop(self, key: StepKey, *, max_steps: int, has_waiting: bool) -> bool:
         """Repeats the step of `key` on the device; see `compile.device_loop`.
 
-        Everything launched before has been read; the inbox is empty.
+        Everything launched before has been read; the inbox is empty. False: there is no memory for
+        such a loop, and nothing was launched.
         """
         assert self._graphs is not None
         assert isinstance(self.outbox, RingOutbox)
@@ -244,16 +259,21 @@ class StepExecutor:
         if self.loop_control is None:
             self.loop_control = LoopControl()
         if key not in self._loops:
-            self._loops[key] = DeviceLoop(
-                self._graphs.whole_graph(key),
-                self.loop_control,
-                self.state.state,
-                self.outbox.ring.step_counter,
-                RING_RECORDS - MIN_FREE_RECORDS,
-            )
+            try:
+                self._loops[key] = DeviceLoop(
+                    self._graphs.whole_graph(key),
+                    self.loop_control,
+                    self.state.state,
+                    self.outbox.ring.step_counter,
+                    RING_RECORDS - MIN_FREE_RECORDS,
+                )
+            except torch.OutOfMemoryError:
+                logger.warning("no memory for a loop on the device: the host launches every step")
+                return False
         self._upload.clear()
         self.outbox.note_loop(self.loop_control)
         self._loops[key].launch(max_steps=max_steps, has_waiting=has_waiting)
+        return True
 
     # --- the model ------------------------------------------------------------------------
 

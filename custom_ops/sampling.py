@@ -19,6 +19,10 @@ from compiled_engine.custom_ops.hashing import mix
 from compiled_engine.custom_ops.library import LIBRARY, define_op
 
 
+# The token of a row whose logits hold a NaN: none of its ids is right.
+NO_TOKEN = -1
+
+
 def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
     generator = torch.Generator(device).manual_seed(seed)
     made = []
@@ -109,11 +113,14 @@ class Places(NamedTuple):
 
 
 def choose(scores: Tensor, settings: RowSettings, is_greedy: bool) -> Tensor:
-    """Reference of the choice: scores [S, vocab] fp32 to token ids [S] i64."""
-    chosen = scores.argmax(-1)
-    if is_greedy:
-        return chosen
-    return torch.where(settings.temperature == 0.0, chosen, _draw(scores, settings))
+    """Reference of the choice: scores [S, vocab] fp32 to token ids [S] i64, or `NO_TOKEN`."""
+    best = scores.argmax(-1)
+    # A NaN counts as a maximum.
+    is_nan = scores.gather(1, best[:, None]).squeeze(1).isnan()
+    chosen = best
+    if not is_greedy:
+        chosen = torch.where(settings.temperature == 0.0, best, _draw(scores, settings))
+    return torch.where(is_nan, NO_TOKEN, chosen)
 
 
 def _draw(scores: Tensor, settings: RowSettings) -> Tensor:
@@ -155,8 +162,7 @@ def sample_tokens_reference(
         is_greedy: every temperature is 0; the other settings are not read.
 
     Returns:
-        [S] i32. Equal maxima: the lowest id. A NaN is taken as a maximum here and as the lowest
-        value by the kernel; either way the token is in range.
+        [S] i32. Equal maxima: the lowest id. `NO_TOKEN` where a logit below `vocab_size` is NaN.
     """
     scores = logits[:, :vocab_size].float()
     settings = RowSettings(temperature, top_k, top_p, min_p, seed, position)
@@ -192,15 +198,15 @@ def sample_rows_reference(
         is_greedy: every temperature is 0.
 
     Returns:
-        Tokens [R, 1] i32 and whether they stop their row [R, 1] bool; 0 and False in rows that no
-        place names.
+        Tokens [R, 1] i32, as `sample_tokens`, and whether they stop their row [R, 1] bool; 0 and
+        False in rows that no place names. `NO_TOKEN` stops nothing.
     """
     scores = logits[:, :vocab_size].float()
     rows = rows.long()
     by_row = RowSettings(temperature, top_k, top_p, min_p, seed, position)
     settings = by_row if is_greedy else RowSettings(*(setting[rows] for setting in by_row))
     chosen = choose(scores, settings, is_greedy)
-    is_stop = (stop_ids[rows] == chosen[:, None]).any(1)
+    is_stop = (stop_ids[rows] == chosen[:, None]).any(1) & (chosen >= 0)
     num_rows = stop_ids.shape[0]
     tokens = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
     stops = torch.zeros(num_rows, dtype=torch.bool, device=logits.device)

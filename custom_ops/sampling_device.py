@@ -16,13 +16,20 @@ SCALED_LOWEST = tl.constexpr(-1e30)
 NO_ID = tl.constexpr(0x7FFFFFFF)
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
+# `sampling.NO_TOKEN`.
+NO_TOKEN = tl.constexpr(-1)
+
+
+@triton.jit
+def clamped(x: tl.tensor) -> tl.tensor:
+    """fp32 logits with LOWEST in the place of -inf and NaN."""
+    return tl.where(x > LOWEST, x, LOWEST)
 
 
 @triton.jit
 def loaded(place: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """fp32 logits; what is masked, -inf or NaN is LOWEST."""
-    x = tl.load(place, mask=mask, other=LOWEST).to(tl.float32)
-    return tl.where(x > LOWEST, x, LOWEST)
+    return clamped(tl.load(place, mask=mask, other=LOWEST).to(tl.float32))
 
 
 @triton.jit

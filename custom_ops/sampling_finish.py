@@ -33,14 +33,15 @@ def _emit(
     stop_stride: tl.tensor, NUM_STOPS: tl.constexpr, STOP_BLOCK: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Stores the token of a row and whether it is one of the row's stop ids."""
+    """Stores the token of a row and whether it is one of the row's stop ids; NO_TOKEN is none."""
     tl.store(tokens + row, token)
     if HAS_ROWS:
         place = tl.arange(0, STOP_BLOCK)
         stop = tl.load(
             stop_ids + row.to(tl.int64) * stop_stride + place, mask=place < NUM_STOPS, other=-1
         )
-        tl.store(stops + row, tl.max((stop == token).to(tl.int32)).to(tl.uint8))
+        is_stop = (stop == token) & (token >= 0)
+        tl.store(stops + row, tl.max(is_stop.to(tl.int32)).to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=["stop_stride", "num_tiles"])
@@ -173,7 +174,7 @@ def draw_kernel(
     maxima = tl.load(floats, mask=is_tile, other=MINUS_INFINITY)
     top, token = first_of_max(maxima, tl.load(ids, mask=is_tile, other=NO_ID), is_tile)
     temperature = tl.load(temperatures + row * setting_stride)
-    if temperature != 0.0:
+    if (temperature != 0.0) & (token >= 0):
         top_k = tl.load(top_ks + row)
         top_p = tl.load(top_ps + row * setting_stride)
         min_p = tl.load(min_ps + row * setting_stride)

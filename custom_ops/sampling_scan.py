@@ -12,8 +12,9 @@ from compiled_engine.custom_ops.sampling_device import (
     LOG2_E,
     LOWEST,
     MINUS_INFINITY,
+    NO_TOKEN,
+    clamped,
     first_of_max,
-    loaded,
     noise_of,
     row_key,
     safe_temperature,
@@ -53,8 +54,9 @@ def scan_kernel(
     Grid: places x tiles. `floats` [S, 5, tiles]: maximum, lowest logit that is not LOWEST, sum of
     exp((x - maximum) / T), largest scaled logit plus noise, that token's logit. `ids`
     [S, 2, tiles]: of the maximum, of the draw. The draw is over the whole tile; the second kernel
-    undoes it where it breaks a limit. With HAS_ROWS the first program clears the results of rows
-    that no place names.
+    undoes it where it breaks a limit. A tile that holds a NaN has NO_TOKEN as the id of a maximum
+    that nothing beats. With HAS_ROWS the first program clears the results of rows that no place
+    names.
     """
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -64,12 +66,15 @@ def scan_kernel(
         _clear(tokens, stops, num_rows)
     token = tile * TILE + tl.arange(0, TILE)
     is_real = token < vocab_size
-    x = loaded(logits + place.to(tl.int64) * row_stride + token, is_real)
+    logits += place.to(tl.int64) * row_stride
+    raw = tl.load(logits + token, mask=is_real, other=LOWEST).to(tl.float32)
+    x = clamped(raw)
     top, top_id = first_of_max(x, token, is_real)
+    is_nan = tl.max((raw != raw).to(tl.int32)) > 0
     out = floats + place * 5 * num_tiles + tile
     out_ids = ids + place * 2 * num_tiles + tile
-    tl.store(out, top)
-    tl.store(out_ids, top_id)
+    tl.store(out, tl.where(is_nan, float("inf"), top))
+    tl.store(out_ids, tl.where(is_nan, NO_TOKEN, top_id))
     if not IS_GREEDY:
         row = place
         if HAS_ROWS:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_engine.compile.graphs import check_call
 from compiled_engine.custom_ops.cuda_build import arch_of, inductor_cubin_dir, load_library
 
 CONTROL_FIELDS = ("num_read", "is_interrupted", "has_waiting", "max_steps", "ended_at")
@@ -101,14 +102,14 @@ class DeviceLoop:
         self._control.set("ended_at", RUNNING)
         driver = _driver()
         stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        _check(driver.cuGraphLaunch(self._executable, stream))
+        check_call(driver.cuGraphLaunch(self._executable, stream))
 
     def _build(self, arch: str) -> Any:
         driver = _driver()
         library = load_library("loop/device_loop.cu", arch, inductor_cubin_dir())
-        context = _check(driver.cuCtxGetCurrent())
-        graph = _check(driver.cuGraphCreate(0))
-        handle = _check(driver.cuGraphConditionalHandleCreate(graph, context, 1, 1))
+        context = check_call(driver.cuCtxGetCurrent())
+        graph = check_call(driver.cuGraphCreate(0))
+        handle = check_call(driver.cuGraphConditionalHandleCreate(graph, context, 1, 1))
         self._args.handle = int(handle)
         begin = self._add_kernel(graph, [], library, b"ce_loop_begin", 1)
         node = driver.CUgraphNodeParams()
@@ -117,12 +118,12 @@ class DeviceLoop:
         node.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
         node.conditional.size = 1
         node.conditional.ctx = context
-        _check(driver.cuGraphAddNode(graph, [begin], None, 1, node))
+        check_call(driver.cuGraphAddNode(graph, [begin], None, 1, node))
         body = node.conditional.phGraph_out[0]
         child = driver.CUgraph(self._step.raw_cuda_graph())
-        step = _check(driver.cuGraphAddChildGraphNode(body, None, 0, child))
+        step = check_call(driver.cuGraphAddChildGraphNode(body, None, 0, child))
         self._add_kernel(body, [step], library, b"ce_loop_next", BLOCK)
-        executable = _check(driver.cuGraphInstantiate(graph, 0))
+        executable = check_call(driver.cuGraphInstantiate(graph, 0))
         self._graph = graph
         return executable
 
@@ -131,24 +132,16 @@ class DeviceLoop:
     ) -> Any:
         driver = _driver()
         node = driver.CUDA_KERNEL_NODE_PARAMS()
-        kernel = _check(driver.cuLibraryGetKernel(library, name))
-        node.func = driver.CUfunction(int(_check(driver.cuKernelGetFunction(kernel))))
+        kernel = check_call(driver.cuLibraryGetKernel(library, name))
+        node.func = driver.CUfunction(int(check_call(driver.cuKernelGetFunction(kernel))))
         node.gridDimX = node.gridDimY = node.gridDimZ = 1
         node.blockDimX, node.blockDimY, node.blockDimZ = block, 1, 1
         places = (ctypes.c_void_p * 1)(ctypes.addressof(self._args))
         node.kernelParams = ctypes.addressof(places)
-        return _check(driver.cuGraphAddKernelNode(graph, after or None, len(after), node))
+        return check_call(driver.cuGraphAddKernelNode(graph, after or None, len(after), node))
 
 
 def _driver() -> Any:
     from cuda.bindings import driver
 
     return driver
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call; raises RuntimeError if it failed."""
-    status, *values = result
-    if int(status) != 0:
-        raise RuntimeError(f"a CUDA driver call failed: {status.name}")
-    return values[0] if values else None

@@ -9,7 +9,7 @@ leaves to another step lives outside the pool, at fixed addresses; `check_addres
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -56,16 +56,22 @@ class StepGraphs:
         return len(self._replays)
 
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Records what `function` launches under `key`. It has run at least once before."""
+        """Records what `function` launches under `key`. It has run at least once before.
+
+        Raises:
+            torch.OutOfMemoryError: the graph does not fit; nothing is recorded under `key`.
+        """
         assert key not in self._replays, f"{key} was captured already"
         if self._addresses is not None and not self._seen:
             self._seen = self._addresses()
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         segments = _Segments(self.split_ops, self._pool, self._buffers)
-        with torch.cuda.stream(self._stream):
-            segments.record(function)
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                segments.record(function)
+        finally:
+            current.wait_stream(self._stream)
         self._replays[key] = segments.replays
         self._graphs[key] = segments.graphs
 
@@ -121,8 +127,10 @@ class _Segments(TorchDispatchMode):
         self._begin()
         try:
             yield
-        finally:
-            self._end()
+        except BaseException:
+            self._drop()
+            raise
+        self._end()
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -136,6 +144,13 @@ class _Segments(TorchDispatchMode):
         graph.capture_end()
         self.graphs.append(graph)
         self.replays.append(_launcher(graph))
+
+    def _drop(self) -> None:
+        """Ends a capture that failed; what it recorded is of no use."""
+        graph, self._open = self._open, None
+        if graph is not None:
+            with suppress(RuntimeError):  # the error that ended the capture is the one to tell
+                graph.capture_end()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -165,6 +180,21 @@ class _Segments(TorchDispatchMode):
         return self._buffers[key]
 
 
+def check_call(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call.
+
+    Raises:
+        torch.OutOfMemoryError: it needs memory that is not there.
+        RuntimeError: it failed otherwise.
+    """
+    status, *values = result
+    if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
+        raise torch.OutOfMemoryError("a CUDA driver call ran out of memory")
+    if int(status) != 0:
+        raise RuntimeError(f"a CUDA driver call failed: {status.name}")
+    return values[0] if values else None
+
+
 def _launcher(graph: torch.cuda.CUDAGraph) -> Replay:
     """Launches a captured graph on the current stream.
 
@@ -173,15 +203,11 @@ def _launcher(graph: torch.cuda.CUDAGraph) -> Replay:
     """
     from cuda.bindings import driver
 
-    status, executable = driver.cuGraphInstantiate(driver.CUgraph(graph.raw_cuda_graph()), 0)
-    if int(status) != 0:
-        raise RuntimeError(f"a graph could not be made executable: {status.name}")
+    executable = check_call(driver.cuGraphInstantiate(driver.CUgraph(graph.raw_cuda_graph()), 0))
     device_index = torch.cuda.current_device()
 
     def launch() -> None:
-        (status,) = driver.cuGraphLaunch(executable, raw_stream(device_index))
-        if int(status) != 0:
-            raise RuntimeError(f"a graph could not be launched: {status.name}")
+        check_call(driver.cuGraphLaunch(executable, raw_stream(device_index)))
 
     return launch
 

@@ -47,6 +47,7 @@ class StepRecord(NamedTuple):
     emitted: Tensor  # bool, the row got tokens
     tokens: Tensor  # [R + 1, W] i32
     is_finished: Tensor  # bool, this step ended the row
+    is_failed: Tensor  # bool, likewise, because it got no valid token
     is_free: Tensor  # bool, the row is FREE after this step's plan
     num_cached: Tensor  # i32
     counts: Tensor  # [NUM_COUNTS] i64
@@ -62,11 +63,14 @@ def advance(
 ) -> StepRecord:
     """Advances the state by the sampled tokens, in place.
 
+    A row that was computed and has a negative token fails, mid-prompt too: its logits held NaN. It
+    ends, gets no token, and none of the pages it completed in this step is published.
+
     Args:
         shape: static sizes.
         state: mutated in place.
         plan: what this step computed.
-        tokens: [R + 1, W] i32, sampled tokens; W is 1.
+        tokens: [R + 1, W] i32, sampled tokens of the rows that computed any; W is 1.
         count: [R + 1] i32, how many of them count.
         is_stop: [R + 1, W] bool, the token ends the row.
     """
@@ -75,15 +79,17 @@ def advance(
     idle = ((plan.give > 0) & ~is_runnable).sum().int()
     state.error[ERROR_TOKENS_TO_IDLE_ROW : ERROR_TOKENS_TO_IDLE_ROW + 1].add_(idle)
     give = torch.where(is_runnable, plan.give, 0)
-    emit = plan.emit & (count > 0) & is_runnable
+    is_failed = (give > 0) & (tokens[:, 0] < 0)
+    emit = plan.emit & (count > 0) & is_runnable & ~is_failed
     old_pages = state.num_computed.long() // shape.page_size
     state.num_computed.add_(give)
     append_tokens(shape, state, tokens[:, 0], emit)
     if shape.prefix_caching:
         new_pages = state.num_computed.long() // shape.page_size
-        new_pages = torch.where(state.pub_ok & (give > 0), new_pages, old_pages)
+        publishes = state.pub_ok & (give > 0) & ~is_failed
+        new_pages = torch.where(publishes, new_pages, old_pages)
         publish(shape, state, group, old_pages, new_pages)
-    is_finished = emit & (is_stop[:, 0] | (state.num_tokens >= state.max_len))
+    is_finished = is_failed | emit & (is_stop[:, 0] | (state.num_tokens >= state.max_len))
     is_blocked = state.grammar & (state.mask_pos != state.num_tokens)
     state.state.masked_fill_(emit, DECODE)
     state.state.masked_fill_(emit & is_blocked, BLOCKED)
@@ -98,6 +104,7 @@ def advance(
         emitted=emit,
         tokens=tokens,
         is_finished=is_finished,
+        is_failed=is_failed,
         is_free=state.state == 0,
         num_cached=state.num_cached.clone(),
         counts=_counts(state, plan),

@@ -11,6 +11,7 @@ from torch import Tensor
 from compiled_engine.custom_ops import sampling_cluster
 from compiled_engine.custom_ops.cuda_build import compile_source
 from compiled_engine.custom_ops.sampling import (
+    NO_TOKEN,
     Places,
     RowSettings,
     sample_rows_reference,
@@ -164,6 +165,31 @@ def test_emulated_rows_and_stops():
     assert torch.equal(got[1], expected[1][:, 0])
     assert bool(got[1][3])
     assert not bool(got[1][0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+def test_emulated_row_with_a_nan_has_no_token_and_spoils_no_other(dtype):
+    torch.manual_seed(2)
+    num_rows, vocab = 9, 203
+    logits, settings = logits_of("normal", num_rows, 211).to(dtype), settings_of(num_rows)
+    places = Places(
+        torch.arange(num_rows, dtype=torch.int32),
+        torch.full((num_rows, 2), -1, dtype=torch.int32),
+    )
+    plain, _ = run_emulated(logits, settings, places, vocab)
+    logits[:, vocab:] = float("nan")
+    # The first and the last token, all of them, a greedy row.
+    logits[0, 0] = logits[3, vocab - 1] = logits[4, :] = logits[5, 100] = float("nan")
+    assert settings.temperature[5] == 0
+    expected = sample_rows_reference(logits, *settings, *places, vocab, False)
+    for order in (0, 3):
+        got, stops = run_emulated(logits, settings, places, vocab, order=order)
+        assert got[[0, 3, 4, 5]].tolist() == [NO_TOKEN] * 4
+        assert torch.equal(got, expected[0][:, 0])
+        assert not stops.any()
+        got[[0, 3, 4, 5]] = plain[[0, 3, 4, 5]]
+        assert torch.equal(got, plain)
+    assert not expected[1].any()
 
 
 def test_emulated_result_does_not_depend_on_the_cut_of_the_launch():

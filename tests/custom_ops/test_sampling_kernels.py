@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.sampling import (
+    NO_TOKEN,
     RowSettings,
     sample_tokens_reference,
     top_logprobs_reference,
@@ -19,7 +20,7 @@ MODULE = "tests.helpers.interpreted_sampling"
 
 
 def test_interpreted_kernels_equal_the_references():
-    run_interpreted(MODULE, "greedy", "rows", "reasons", "logprobs", "few")
+    run_interpreted(MODULE, "greedy", "nan", "rows", "reasons", "logprobs", "few")
 
 
 @pytest.mark.slow
@@ -73,6 +74,25 @@ def test_a_row_does_not_depend_on_its_batch():
         alone = RowSettings(*(t[one] for t in settings))
         got = torch.ops.ce.sample_tokens.default(logits[one], *alone, 40000, False)
         assert torch.equal(got, together[one])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens_of", [tokens_by_op, tokens_by_triton])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_row_with_a_nan_has_no_token_and_spoils_no_other(rows, tokens_of):
+    logits = (torch.randn(rows, 32017, device="cuda") * 3).bfloat16()
+    settings = random_settings(rows)
+    for is_greedy in (False, True):
+        plain = tokens_of(logits, settings, 32000, is_greedy)
+        spoilt = logits.clone()
+        spoilt[:, 32000:] = float("nan")
+        spoilt[torch.arange(0, rows, 3), torch.randint(32000, (len(range(0, rows, 3)),))] = (
+            float("nan")
+        )
+        got = tokens_of(spoilt, settings, 32000, is_greedy)
+        assert (got[::3] == NO_TOKEN).all()
+        got[::3] = plain[::3]
+        assert torch.equal(got, plain)
 
 
 @pytest.mark.gpu

@@ -265,15 +265,45 @@ def test_retraction_at_any_step_changes_no_token(folder, expected, overlap):
         _is_whole(engine)
 
 
-def test_nan_logits_give_real_tokens_and_leave_the_others_alone(folder, expected):
-    engine = _Engine(tiny_engine(folder), Fault("nan", step=4))
-    engine.submit()
-    engine.finish()
-    for number, ids in engine.tokens.items():
-        assert len(ids) == 8
-        assert ids[:3] == expected[number][:3]
-        assert all(0 <= token_id < 320 for token_id in ids)
-    _is_whole(engine)
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_nan_ends_one_request_with_an_error_and_leaves_the_others_alone(folder, expected, overlap):
+    """At steps at which the spoilt page is new, half full and complete."""
+    for step in range(3, 8):
+        engine = _Engine(tiny_engine(folder, overlap_schedule=overlap), Fault("nan", step=step))
+        engine.submit()
+        engine.finish()
+        failed = engine.ends.pop(3)
+        assert (failed.finish_reason, failed.is_refusal) == ("error", False)
+        assert "NaN" in str(failed.error)
+        ids = engine.tokens.pop(3)
+        assert ids == expected[3][: len(ids)]
+        assert 0 < len(ids) < len(expected[3])
+        assert engine.tokens == {n: expected[n] for n in range(3)}
+        assert {end.finish_reason for end in engine.ends.values()} == {"length"}
+        assert engine.loop.stats.num_scheduler_errors == 0
+        engine.tokens, engine.ends = {}, {}
+        # What it left in the cache is what a run without the fault would have left.
+        engine.submit()
+        engine.finish()
+        assert engine.tokens == expected
+        _is_whole(engine)
+
+
+def test_nan_in_the_middle_of_a_prompt_publishes_nothing_of_that_step(folder):
+    engine = _Engine(tiny_engine(folder), Fault("nan", step=3))
+    prompt = [*range(20, 250)]
+    engine.submit([prompt, [*range(3, 66)]])
+    engine.finish(2)
+    assert engine.ends[1].finish_reason == "length"
+    clean = _Engine(tiny_engine(folder))
+    clean.submit([prompt])
+    clean.finish(1)
+    if engine.ends[0].finish_reason != "error":
+        assert engine.tokens[0] == clean.tokens[0]
+    engine.tokens, engine.ends = {}, {}
+    engine.submit([prompt])
+    engine.finish(1)
+    assert engine.tokens == clean.tokens
 
 
 def test_raise_fault_leaves_the_loop(folder):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_engine.custom_ops import logprobs_triton, sampling_triton
 from compiled_engine.custom_ops.sampling import (
+    NO_TOKEN,
     Places,
     RowSettings,
     sample_rows_reference,
@@ -118,7 +119,7 @@ def check_hot() -> None:
 
 
 def check_greedy() -> None:
-    """Lowest id of equal maxima, -inf rows, NaN, padding, tiles of one value."""
+    """Lowest id of equal maxima, -inf rows, padding, tiles of one value."""
     config = SMALL
     for width in (1, 31, 33, 97):
         logits = torch.randn(4, width + 5).round()
@@ -127,9 +128,27 @@ def check_greedy() -> None:
         settings = settings_of(((0, 1.0, 0.0),) * 4, is_hot=False)
         got, _ = sampling_triton.launch(logits, settings, None, width, True, config=config)
         assert torch.equal(got, sample_tokens_reference(logits, *settings, width, True))
-    logits = torch.full((1, 40), float("nan"))
-    got, _ = sampling_triton.launch(logits, settings, None, 40, True, config=config)
-    assert int(got) == 0
+
+
+def check_nan() -> None:
+    """A row with a NaN anywhere has no token and stops nothing; padding may hold one."""
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (torch.randn(6, 77) * 3).to(dtype)
+        logits[0, 0] = logits[2, 69] = logits[4, :70] = float("nan")
+        logits[4, 33] = float("inf")
+        logits[:, 70:] = float("nan")
+        settings = settings_of(LIMITS[4:10], is_hot=False)
+        settings.temperature[2] = 0.0
+        rows = torch.arange(6, dtype=torch.int32)
+        places = Places(rows, torch.full((6, 2), -1, dtype=torch.int32))
+        for is_greedy in (False, True):
+            got = sampling_triton.launch(logits, settings, places, 70, is_greedy, config=SMALL)
+            expected = sample_rows_reference(logits, *settings, *places, 70, is_greedy)
+            is_nan = torch.tensor([True, False, True, False, True, False])
+            assert torch.equal(got[0] == NO_TOKEN, is_nan)
+            assert torch.equal(got[0], expected[0][:, 0])
+            assert not got[1].any()
+            assert not expected[1].any()
 
 
 def check_rows() -> None:
@@ -187,6 +206,7 @@ def check_reasons() -> None:
 
 CHECKS = {
     "greedy": check_greedy,
+    "nan": check_nan,
     "rows": check_rows,
     "reasons": check_reasons,
     "logprobs": check_logprobs,

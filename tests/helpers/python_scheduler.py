@@ -422,10 +422,12 @@ class PythonScheduler:
         """Books one computed step: appends sampled tokens, publishes pages, moves states.
 
         Args:
-            tokens: sampled token of every row in the plan's `emit`.
+            tokens: sampled token of every row in the plan's `emit`; -1 for any row that computed
+                tokens, if its logits hold NaN.
             stops: whether that token ends the request.
         """
         plan = self.current
+        failed = {index for index in plan.rank if tokens.get(index, 0) < 0}
         completed: dict[int, range] = {}
         for row in self.rows:
             give = plan.give.get(row.index, 0)
@@ -434,11 +436,14 @@ class PythonScheduler:
             size = self.shape.page_size
             first = row.num_computed // size
             row.num_computed += give
+            if row.index in failed:
+                row.state = RowState.FINISHED
+                continue
             completed[row.index] = range(first, row.num_computed // size)
             if row.index in plan.emit:
                 self._append(row, tokens[row.index])
         self._publish(completed)
-        for index in plan.emit:
+        for index in plan.emit - failed:
             row = self.rows[index]
             if stops.get(index, False) or row.num_tokens == row.max_len:
                 row.state = RowState.FINISHED

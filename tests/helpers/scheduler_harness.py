@@ -14,7 +14,13 @@ from typing import Any
 from compiled_engine.scheduler.state import SchedulerShape
 from tests.helpers.python_scheduler import PythonScheduler
 from tests.helpers.scheduler_pair import Pair, TensorEngine, small_shape
-from tests.helpers.scheduler_traffic import Host, Traffic, random_requests, with_scores
+from tests.helpers.scheduler_traffic import (
+    Host,
+    Traffic,
+    random_requests,
+    some_spoilt,
+    with_scores,
+)
 
 
 class StuckError(AssertionError):
@@ -83,6 +89,7 @@ def run(
             budget,
             lambda row, position: host.request_of[row].sample(position),
             lambda row, position: host.request_of[row].stops(position),
+            lambda row, position: host.request_of[row].spoils(position),
         )
         result.computed_tokens += sum(planned.give.values())
         result.admissions += len(planned.admitted)
@@ -155,6 +162,7 @@ def random_case(seed: int, **changes: Any) -> tuple[SchedulerShape, Traffic]:
         gap=rng.choice((0.0, 1.0, 3.0)),
     )
     requests = with_scores(random.Random(-1 - seed), requests)
+    requests = some_spoilt(random.Random(-seed), requests, 0.3 if seed % 3 == 0 else 0.0)
     is_steady = rng.random() < 0.5
     traffic = Traffic(
         seed=seed,

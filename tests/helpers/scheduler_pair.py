@@ -157,11 +157,22 @@ class Pair:
         budget: int | None = None,
         sample: Callable[[int, int], int] = lambda row, position: 1,
         stops: Callable[[int, int], bool] = lambda row, position: False,
+        spoils: Callable[[int, int], bool] = lambda row, position: False,
     ) -> PythonPlan:
-        """Runs one whole step; `sample` and `stops` get (row, position)."""
+        """Runs one whole step.
+
+        Args:
+            budget: tokens of the step.
+            sample: gets (row, position).
+            stops: likewise.
+            spoils: whether the logits after a chunk that ends before `position` are NaN.
+        """
         planned = self.half_step(self.shape.max_tokens if budget is None else budget)
         places = {row: self.oracle.rows[row].num_tokens for row in planned.emit}
         tokens = {row: sample(row, place) for row, place in places.items()}
+        for row in planned.rank:
+            if spoils(row, self.oracle.rows[row].num_computed + planned.give[row]):
+                tokens[row] = -1
         self.finish_step(tokens, {row: stops(row, place) for row, place in places.items()})
         return planned
 

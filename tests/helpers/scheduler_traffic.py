@@ -29,6 +29,11 @@ class Request:
     score_from: int = NO_SCORES
     vocab: int = 3
     stop_every: int = 0
+    nan_at: int | None = None  # position from which on its logits are NaN
+
+    def spoils(self, end: int) -> bool:
+        """True if the logits after a chunk that ends before position `end` are NaN."""
+        return self.nan_at is not None and end > self.nan_at
 
     def sample(self, position: int) -> int:
         """Returns the token at a position, whatever the schedule was."""
@@ -41,9 +46,9 @@ class Request:
         return hash((self.prompt, position, 11)) % self.stop_every == 0
 
     def text(self) -> list[int]:
-        """Returns prompt and output of an undisturbed run."""
+        """Returns prompt and output, up to where its logits are NaN."""
         tokens = list(self.prompt)
-        while len(tokens) < self.max_len:
+        while len(tokens) < self.max_len and not self.spoils(len(tokens)):
             position = len(tokens)
             tokens.append(self.sample(position))
             if self.stops(position):
@@ -264,6 +269,16 @@ def with_scores(rng: random.Random, requests: tuple[Request, ...]) -> tuple[Requ
         if rng.random() < 0.5
         else request
         for request in requests
+    )
+
+
+def some_spoilt(
+    rng: random.Random, requests: tuple[Request, ...], rate: float
+) -> tuple[Request, ...]:
+    """The requests, a share `rate` of them with NaN from a drawn position on."""
+    return tuple(
+        replace(each, nan_at=rng.randrange(each.max_len)) if rng.random() < rate else each
+        for each in requests
     )
 
 

@@ -32,7 +32,7 @@ constexpr u32 FULL = 0xffffffffu;
 constexpr i32 WARPS = BLOCK / 32;
 constexpr i32 BINS = 1 << LOG_BINS;
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LOWEST = -3.3895313892515355e38f;  // what -inf and NaN count as: the lowest bf16 value
+constexpr float LOWEST = -3.3895313892515355e38f;  // what -inf counts as: the lowest bf16 value
 constexpr float SCALED_LOWEST = -1.0e30f;          // scaled logits below this are equal
 static_assert(BLOCK >= BINS && BLOCK % 32 == 0 && CLUSTER <= 16 && LOG_BINS >= 6, "sizes");
 
@@ -96,6 +96,9 @@ DEVICE float value_of(u32 order) { return __int_as_float((i32)(order & 0x8000000
 DEVICE u64 packed(float x, i32 id) { return (u64)order_of(x + 0.0f) << 32 | (u32)~id; }
 DEVICE float packed_value(u64 pair) { return value_of((u32)(pair >> 32)); }
 DEVICE i32 packed_id(u64 pair) { return (i32)~(u32)pair; }
+
+// A row that holds a NaN: larger than every other pair, and its id is -1, which is no token.
+constexpr u64 NAN_PAIR = 0xffffffff00000000ull;
 
 DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 

@@ -75,16 +75,18 @@ DEVICE float value_at(const char* values, i32 i) {
 #endif
 }
 
-DEVICE float value_in(const Quad& vector, i32 i) {
+DEVICE float raw_in(const Quad& vector, i32 i) {
 #if KIND == 0
-    return fmaxf(__int_as_float((i32)vector.x[i]), LOWEST);
+    return __int_as_float((i32)vector.x[i]);
 #elif KIND == 1
     const u32 pair = vector.x[i / 2];
-    return fmaxf(__int_as_float((i32)(i % 2 ? pair & 0xffff0000u : pair << 16)), LOWEST);
+    return __int_as_float((i32)(i % 2 ? pair & 0xffff0000u : pair << 16));
 #else
-    return fmaxf(widen_half((u16)(vector.x[i / 2] >> (i % 2 * 16))), LOWEST);
+    return widen_half((u16)(vector.x[i / 2] >> (i % 2 * 16)));
 #endif
 }
+
+DEVICE float value_in(const Quad& vector, i32 i) { return fmaxf(raw_in(vector, i), LOWEST); }
 
 // Vector `i` of the slice, some of whose values are outside the row: these become the lowest.
 DEVICE Quad edge_vector(const char* source, i32 first_id, i32 vocab_size) {
@@ -107,7 +109,7 @@ DEVICE Quad edge_vector(const char* source, i32 first_id, i32 vocab_size) {
 // Copies this block's part of a row to shared memory. Vectors are aligned in global memory, so the
 // first and the last may begin before the row or end after it.
 //
-// Returns the thread's largest logit with its token, or 0.
+// Returns the thread's largest logit with its token, or 0; NAN_PAIR if it has seen a NaN.
 DEVICE u64 load_slice(Slice& slice, const char* row, i32 vocab_size, i32 max_vectors) {
     const i32 skew = (i32)((u64)row % 16) / VALUE_BYTES;
     const i32 whole = (vocab_size + skew + PER_VECTOR - 1) / PER_VECTOR;
@@ -117,6 +119,7 @@ DEVICE u64 load_slice(Slice& slice, const char* row, i32 vocab_size, i32 max_vec
     const char* source = row + (i64)slice.first_id * VALUE_BYTES;
     float best = __int_as_float((i32)0xff800000u);
     i32 best_vector = -1;
+    bool is_nan = false;
 #pragma unroll 4
     for (i32 v = slice.thread; v < slice.num_vectors; v += BLOCK) {
         const i32 id = slice.first_id + v * PER_VECTOR;
@@ -124,14 +127,19 @@ DEVICE u64 load_slice(Slice& slice, const char* row, i32 vocab_size, i32 max_vec
         const char* place = source + (i64)v * 16;
         const Quad vector = is_inside ? *(const Quad*)place : edge_vector(place, id, vocab_size);
         ((Quad*)slice.values)[v] = vector;
-        float top = value_in(vector, 0);
+        float top = LOWEST;
 #pragma unroll
-        for (i32 j = 1; j < PER_VECTOR; j++) top = fmaxf(top, value_in(vector, j));
+        for (i32 j = 0; j < PER_VECTOR; j++) {
+            const float x = raw_in(vector, j);
+            is_nan |= x != x;
+            top = fmaxf(top, x);
+        }
         if (top > best) {
             best = top;
             best_vector = v;
         }
     }
+    if (is_nan) return NAN_PAIR;
     if (best_vector < 0) return 0;
     for (i32 j = 0; j < PER_VECTOR; j++) {
         const i32 i = best_vector * PER_VECTOR + j, id = slice.first_id + i;

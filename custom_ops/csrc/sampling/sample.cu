@@ -53,14 +53,15 @@ DEVICE float cut_of(const SampleArgs& args, const Slice& slice, const Row& row, 
     return cut;
 }
 
-// Stores the token and whether it is one of the row's stop ids. The first warp of a cluster.
+// Stores the token and whether it is one of the row's stop ids, of which -1 is none. The first warp
+// of a cluster.
 DEVICE void emit(const SampleArgs& args, const Slice& slice, i32 row, i32 token) {
     if (slice.rank || slice.thread >= 32) return;
     if (slice.thread == 0) args.tokens[row] = token;
     if (!args.rows) return;
     bool is_stop = false;
     for (i32 i = slice.thread; i < args.num_stops; i += 32)
-        is_stop |= args.stop_ids[row * args.stop_stride + i] == token;
+        is_stop |= token >= 0 && args.stop_ids[row * args.stop_stride + i] == token;
     is_stop = __any_sync(FULL, is_stop);
     if (slice.thread == 0) args.stops[row] = is_stop;
 }
@@ -100,7 +101,7 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(BLOCK, RESIDENT)
     cluster_wait();
     const u64 best = received_best(slice, 0);
     i32 token = packed_id(best);
-    if (s.temperature != 0.0f) {
+    if (s.temperature != 0.0f && token >= 0) {
         Row row = row_of(s.temperature, packed_value(best));
         row.best = scaled(row, row.top);
         const u64 key = mixed(mixed((u64)s.seed) + (u64)s.position);

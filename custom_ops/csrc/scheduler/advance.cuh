@@ -10,7 +10,7 @@ constexpr i32 PLACES_SHARED = 28 * 1024;
 // Places of a record, as in compiled_engine/outbox.py and compiled_engine/scheduler/advance.py.
 // A row is gen, flags, num_cached, token.
 constexpr i32 NUM_COUNTS = 10;
-constexpr i64 FLAG_EMITTED = 1, FLAG_FINISHED = 2, FLAG_FREE = 4;
+constexpr i64 FLAG_EMITTED = 1, FLAG_FINISHED = 2, FLAG_FREE = 4, FLAG_FAILED = 8;
 
 // Records go round in slots of pinned host memory; the host polls the slot's sequence number.
 struct RecordRing {
@@ -24,7 +24,7 @@ struct AdvanceArgs {
     State state;
     PlanOut plan;
     RecordRing record;
-    const i32* tokens;    // [max_rows + 1], sampled
+    const i32* tokens;    // [max_rows + 1], sampled; negative: the logits held NaN
     const bool* is_stop;  // [max_rows + 1], the token ends its row
     char* scratch;        // PLACE_BYTES * max_publishes, aligned to 16
 };
@@ -35,6 +35,7 @@ struct RowStep {
     bool emit;
     bool is_stop;
     bool is_finished;
+    bool is_failed;
     bool grammar;
     bool pub_ok;
     bool is_victim;
@@ -88,7 +89,8 @@ DEVICE RowStep read_row(const AdvanceArgs& a, i32 row) {
     r.num_cached = s.num_cached[row];
     bool is_runnable = r.state == PREFILL || r.state == DECODE;
     r.give = is_runnable ? planned : 0;
-    r.emit = is_runnable && emit;
+    r.is_failed = r.give > 0 && r.token < 0;
+    r.emit = is_runnable && emit && !r.is_failed;
     if (planned > 0 && !is_runnable) atomicAdd(s.error + ERROR_TOKENS_TO_IDLE_ROW, 1);
     return r;
 }
@@ -145,6 +147,10 @@ DEVICE void advance_state(const State& s, i32 row, RowStep& r) {
         r.is_finished = r.is_stop || r.num_tokens >= r.max_len;
         r.state = r.is_finished ? FINISHED : is_blocked ? BLOCKED : DECODE;
     }
+    if (r.is_failed) {
+        r.is_finished = true;
+        r.state = FINISHED;
+    }
     if (r.is_victim && is_resident(r.state)) {
         r.state = RETRACTED;
         *s.num_retractions += 1;
@@ -154,7 +160,7 @@ DEVICE void advance_state(const State& s, i32 row, RowStep& r) {
 
 DEVICE void write_row(const AdvanceArgs& a, i32 row, const RowStep& r, i64 slot) {
     i64 flags = (r.emit ? FLAG_EMITTED : 0) | (r.is_finished ? FLAG_FINISHED : 0) |
-                (r.state == FREE ? FLAG_FREE : 0);
+                (r.state == FREE ? FLAG_FREE : 0) | (r.is_failed ? FLAG_FAILED : 0);
     longlong2* out = (longlong2*)a.record.rows + (slot * (a.state.max_rows + 1) + row) * 2;
     out[0] = {r.gen, flags};
     out[1] = {r.num_cached, r.token};
@@ -179,7 +185,7 @@ DEVICE void advance_row(const AdvanceArgs& a, Scratch& scratch, AdvanceShared& s
     append_tokens(s, scratch, row, r);
     if (row < s.max_rows) {
         i32 num_computed = r.num_computed + r.give;
-        bool publishes = r.pub_ok && s.prefix_caching;
+        bool publishes = r.pub_ok && s.prefix_caching && !r.is_failed;
         i32 num_completed = num_computed / s.page_size - r.num_computed / s.page_size;
         shared.num_completed[row] = publishes ? num_completed : 0;
         if (r.give > 0) s.num_computed[row] = num_computed;
