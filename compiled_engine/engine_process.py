@@ -167,6 +167,7 @@ class EngineServer:
                     tokens=tokens or None,
                     events=events,
                     queue_s=self.loop.queue_times.take(),
+                    grammar_s=self.loop.take_grammar_waits(),
                     control_results=results,
                 )
             )

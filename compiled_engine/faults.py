@@ -5,8 +5,8 @@ The engine process reads the variable once, at its start; without it nothing of 
 - `raise`: the host fails before the step.
 - `exit`: the process ends at once, without a word.
 - `sleep`: the host sleeps before the step.
-- `oom`: the model part of the step raises torch's out-of-memory error; with CUDA graphs, that of the
-  next step that is not replayed.
+- `oom`: the model part of the step raises torch's out-of-memory error; with CUDA graphs, that of
+  the next step that is not replayed.
 - `abort`: every request is given up before the step.
 - `nan`: the newest request's cached values become NaN, so its logits of the step are: of the first
   step from this one on in which its last page is not shared.
@@ -47,6 +47,7 @@ class Fault:
         self.step = step
         self.seconds = seconds
         self._victim: int | None = None  # request whose cache is spoilt
+        self._is_spent = False
 
     def before_step(self, loop: StepLoop) -> bool:
         """Acts if the next step is the one; returns whether every request is to be given up."""
@@ -75,15 +76,19 @@ class Fault:
             pieces.head = head  # type: ignore[method-assign,assignment]
             raise torch.OutOfMemoryError(f"fault on purpose at step {self.step}")
 
-        pieces.head = spoilt  # type: ignore[method-assign]
+        pieces.head = spoilt  # type: ignore[method-assign,assignment]
 
     def _spoil_newest(self, loop: StepLoop) -> None:
         """NaN into the newest request's cache, until it has ended."""
         rows = loop.rows_in_use()
         if self._victim is None and rows:
             self._victim = next(reversed(rows))
+        if self._victim is None or self._is_spent:
+            return
         if self._victim in rows:
             _spoil_cache(loop, rows[self._victim])
+        else:
+            self._is_spent = True
 
 
 def _spoil_cache(loop: StepLoop, row: int) -> None:

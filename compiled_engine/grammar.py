@@ -63,10 +63,10 @@ class GrammarService:
 
     def __init__(self, load_tokens: Callable[[], TokenTable]) -> None:
         self._load_tokens = load_tokens
-        self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
+        self._entries: OrderedDict[GrammarSpec | None, _Entry] = OrderedDict()
         self._lock = threading.Lock()
         self._loading = threading.Lock()
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, _Entry, float] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[GrammarSpec | None, _Entry, float] | None] = (
             queue.SimpleQueue()
         )
         self._threads: list[threading.Thread] = []
@@ -82,10 +82,11 @@ class GrammarService:
         assert self._compiler is not None
         return self._compiler
 
-    def start(self, spec: GrammarSpec) -> Future[Any]:
+    def start(self, spec: GrammarSpec | None) -> Future[Any]:
         """Begins to compile, unless that was done before; the result is shared.
 
-        The future's exception is an InvalidRequestError with a message for the client.
+        Without a grammar the result is the text of every token id, and `compiler` is there. The
+        future's exception is an InvalidRequestError with a message for the client.
         """
         now = time.monotonic()
         with self._lock:
@@ -107,7 +108,7 @@ class GrammarService:
         self._jobs.put((spec, entry, now))
         return entry.future
 
-    def _work(self, spec: GrammarSpec, entry: _Entry, queued_at: float) -> None:
+    def _work(self, spec: GrammarSpec | None, entry: _Entry, queued_at: float) -> None:
         try:
             compiled = self._compile(spec, queued_at)
         except Exception as error:
@@ -116,12 +117,14 @@ class GrammarService:
             entry.forget_at = time.monotonic() + REFUSAL_SECONDS
             entry.future.set_exception(error)
         else:
-            entry.num_bytes = int(compiled.memory_size_bytes)
+            entry.num_bytes = int(compiled.memory_size_bytes) if spec is not None else 0
             entry.future.set_result(compiled)
         self._evict()
 
-    def _compile(self, spec: GrammarSpec, queued_at: float) -> Any:
+    def _compile(self, spec: GrammarSpec | None, queued_at: float) -> Any:
         compiler, trials = self._loaded()
+        if spec is None:
+            return compiler.token_bytes
         if time.monotonic() - max(queued_at, self._loaded_at) > QUEUE_LIMIT_S:
             raise InvalidRequestError(
                 f"too many grammars are being compiled: this one has waited for {QUEUE_LIMIT_S:g} s"

@@ -117,6 +117,16 @@ class Compiler:
         infos |= {"json_schema": json_info, "json_object": json_info, "structural_tag": special}
         self._infos = infos
         self._vocab_size = plain.vocab_size
+        self._token_bytes: list[bytes] | None = None
+
+    @property
+    def token_bytes(self) -> list[bytes]:
+        """The text of every token id, special tokens included."""
+        if self._token_bytes is None:
+            # Each of them leaves some tokens out.
+            parts = (self._infos[kind].decoded_vocab for kind in ("structural_tag", "regex"))
+            self._token_bytes = [a or b for a, b in zip(*parts, strict=True)]
+        return self._token_bytes
 
     def compile(self, spec: GrammarSpec) -> Any:
         """The compiled grammar. Takes any time and any memory.

@@ -1,9 +1,11 @@
-"""Grammars of running requests: who waits for a compile, whose mask is being made, who failed.
+"""Masks of running requests: who waits for a compile, whose mask is being made, who failed.
 
-The step loop's helper. Matchers are advanced by threads of their own, one request's by one thread
-at a time. The loop waits a moment for masks that are usually there at once; what takes longer comes
-with a later step, and from then on that request's masks are made in a slow lane, so that it holds
-up nobody but itself.
+The step loop's helper, for requests with a grammar, a thinking budget or both. Matchers are
+advanced by threads of their own, one request's by one thread at a time. The loop waits a moment for
+masks that are usually there at once; what takes longer comes with a later step, and from then on
+that request's masks are made in a slow lane, so that it holds up nobody but itself. A request
+without a grammar gets one mask that allows everything for as long as nothing has to be forced on
+it; meanwhile it is asleep here, and costs a look at each of its tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from compiled_engine.outbox import (
 )
 from compiled_engine.request import Request, TokenEvent
 from compiled_engine.sampler import RowMask
+from compiled_engine.thinking import WITHOUT_END, ThinkingState
 
 # The loop waits this long for the masks of quick grammars, in all.
 MASK_WAIT_S = 0.004
@@ -41,14 +44,35 @@ NUM_SLOW_LANES = 2
 MAX_LOST_LANES = 4
 # How long an otherwise idle loop waits for a compile or a mask.
 IDLE_WAIT_S = 0.005
+# A row that is asleep asks for its next mask when so few positions are left, not when none is.
+EXTEND_BELOW = 16
+# Where nobody takes the times, they must not pile up.
+MAX_KEPT = 4096
+
+
+@dataclass
+class _Compiling:
+    """A request that has no row yet, and what it waits for."""
+
+    request: Request
+    grammar: Future[Any] | None
+    token_bytes: Future[Any] | None
+    begun_at: float = field(default_factory=time.perf_counter)
+    wait_s: float = 0.0
+
+    @property
+    def futures(self) -> list[Future[Any]]:
+        return [future for future in (self.grammar, self.token_bytes) if future is not None]
 
 
 @dataclass(eq=False)
 class GrammarRow:
-    """A request with a grammar in a row.
+    """A request in a row whose tokens are chosen under masks.
 
     Attributes:
         position: tokens known, which is where the next mask belongs.
+        serves_until: last position that the newest mask is right for.
+        wait_s: seconds that its compile and its masks took so far.
         mask: the newest mask, [words] int32; written by a lane while one is being made.
         error: what its lane found; no mask comes then.
         is_refusal: the error is the grammar's own, so the client's.
@@ -58,14 +82,17 @@ class GrammarRow:
     row: int
     gen: int
     position: int
-    compiled: Any
+    compiled: Any  # None: there is no grammar
+    thinking: ThinkingState | None = None
     matcher: Any = None
+    serves_until: int = -1
     tensor: Any = None
     mask: np.ndarray | None = None
     token: int | None = None  # to be accepted before the next mask
     error: str | None = None
     is_refusal: bool = False
     is_slow: bool = False
+    wait_s: float = 0.0
     asked_at: float | None = None  # a mask is being made since
 
 
@@ -126,32 +153,50 @@ class _LaneThread(threading.Thread):
 
 def _advance(row: GrammarRow, service: GrammarService) -> None:
     """Accepts the row's newest token and makes its next mask."""
-    if row.matcher is None:
+    if row.mask is None:
         row.tensor = service.compiler.new_mask()
         row.mask = row.tensor.numpy()[0]
-        row.matcher = service.compiler.new_matcher(row.compiled)
-    if row.token is not None and not row.matcher.accept_token(row.token):
-        row.error = f"the grammar refuses token {row.token}, which was chosen under its mask"
-        return
-    assert row.mask is not None
-    row.mask.fill(-1)
-    row.matcher.fill_next_token_bitmask(row.tensor, 0)
-    if not row.mask.any():
-        row.error, row.is_refusal = "the grammar leaves no token to go on with", True
+        if row.compiled is not None:
+            row.matcher = service.compiler.new_matcher(row.compiled)
+    token, row.token = row.token, None
+    if token is not None:
+        if row.thinking is not None:
+            row.thinking.take(token)
+        if row.matcher is not None and not row.matcher.accept_token(token):
+            row.error = f"the grammar refuses token {token}, which was chosen under its mask"
+            return
+    forced = None if row.thinking is None else row.thinking.forced
+    row.serves_until = row.position
+    row.mask.fill(-1 if forced is None else 0)
+    if forced is not None:
+        row.mask.view(np.uint32)[forced // 32] = 1 << forced % 32
+    elif row.matcher is not None:
+        row.matcher.fill_next_token_bitmask(row.tensor, 0)
+        if not row.mask.any():
+            row.error, row.is_refusal = "the grammar leaves no token to go on with", True
+    else:
+        assert row.thinking is not None
+        row.serves_until = row.position + row.thinking.num_free - 1
 
 
 class GrammarRows:
-    """All requests of a loop that have a grammar.
+    """All requests of a loop whose tokens are chosen under masks.
 
     Args:
-        service: compiles; None refuses every grammar.
+        service: compiles; None refuses every such request.
+
+    Attributes:
+        rows: by row, while its request runs.
+        awake: rows that a step must be masked for, or that wait for a mask.
     """
 
     def __init__(self, service: GrammarService | None) -> None:
         self._service = service
-        self._compiling: dict[int, tuple[Request, Future[Any]]] = {}
-        self._compiled: dict[int, Any] = {}  # by request id, until it has a row
-        self.rows: dict[int, GrammarRow] = {}  # by row, while its request runs
+        self._compiling: dict[int, _Compiling] = {}
+        self._compiled: dict[int, _Compiling] = {}  # by request id, until it has a row
+        self.rows: dict[int, GrammarRow] = {}
+        self.awake: set[int] = set()
+        self._waits_s: dict[int, float] = {}  # by request id
         self._refusals: list[TokenEvent] = []
         self._done: queue.SimpleQueue[GrammarRow] = queue.SimpleQueue()
         self._lanes: tuple[_Lane, _Lane] | None = None
@@ -171,14 +216,19 @@ class GrammarRows:
 
     def begin(self, request: Request) -> None:
         """Starts the compile of a request's grammar."""
-        assert request.params.grammar is not None
+        params = request.params
         if self._service is None:
-            self.refuse(request.request_id, "grammars need a tokenizer with an end token")
+            text = "grammars and thinking budgets need a tokenizer with an end token"
+            self.refuse(request.request_id, text)
         elif self._num_lost >= MAX_LOST_LANES:
             self.refuse(request.request_id, "too many grammars hang; restart the server")
         else:
-            future = self._service.start(request.params.grammar)
-            self._compiling[request.request_id] = (request, future)
+            start = self._service.start
+            self._compiling[request.request_id] = _Compiling(
+                request,
+                grammar=start(params.grammar) if params.grammar is not None else None,
+                token_bytes=start(None) if params.thinking is not None else None,
+            )
 
     def forget(self, request_id: int) -> bool:
         """Drops a request that has no row; False where it does not wait for its grammar."""
@@ -188,22 +238,26 @@ class GrammarRows:
     def take_ready(self) -> list[Request]:
         """Requests whose grammar is there now; those whose grammar failed are refused."""
         ready = []
-        for request, future in list(self._compiling.values()):
-            if not future.done():
+        for compiling in list(self._compiling.values()):
+            if not all(future.done() for future in compiling.futures):
                 continue
+            request = compiling.request
+            compiling.wait_s = time.perf_counter() - compiling.begun_at
             del self._compiling[request.request_id]
-            error = future.exception()
+            errors = [future.exception() for future in compiling.futures]
+            error = next((error for error in errors if error is not None), None)
             if error is None:
-                self._compiled[request.request_id] = future.result()
+                self._compiled[request.request_id] = compiling
                 ready.append(request)
             else:
                 message = error.message if isinstance(error, InvalidRequestError) else str(error)
                 self.refuse(request.request_id, message)
+                self._note_wait(request.request_id, compiling.wait_s)
         return ready
 
     def wait_for_compile(self) -> None:
         """Waits a moment, where nothing else is to be done."""
-        for _, future in self._compiling.values():
+        for future in (f for compiling in self._compiling.values() for f in compiling.futures):
             try:
                 future.exception(IDLE_WAIT_S)
             except TimeoutError:
@@ -224,13 +278,38 @@ class GrammarRows:
     def seat(self, request: Request, row: int, gen: int) -> None:
         """The request got a row: asks for its first mask."""
         compiled = self._compiled.pop(request.request_id)
-        grammar = GrammarRow(request.request_id, row, gen, len(request.prompt_token_ids), compiled)
-        self.rows[row] = grammar
+        position, thinking = len(request.prompt_token_ids), None
+        if request.params.thinking is not None:
+            assert compiled.token_bytes is not None
+            thinking = ThinkingState(request.params.thinking, compiled.token_bytes.result())
+        self.rows[row] = grammar = GrammarRow(
+            request.request_id,
+            row,
+            gen,
+            position,
+            None if compiled.grammar is None else compiled.grammar.result(),
+            thinking,
+            wait_s=compiled.wait_s,
+        )
+        self._note_wait(request.request_id, grammar.wait_s)
         self._ask(grammar)
 
     def leave(self, row: int) -> None:
-        """The row's request is over."""
-        self.rows.pop(row, None)
+        """The row's request is over, or will need no mask any more."""
+        self.awake.discard(row)
+        grammar = self.rows.pop(row, None)
+        if grammar is not None:
+            self._note_wait(grammar.request_id, grammar.wait_s)
+
+    def take_waits(self) -> dict[int, float]:
+        """Request id -> seconds waited for grammar and masks; of those that came or left since."""
+        taken, self._waits_s = self._waits_s, {}
+        return taken
+
+    def _note_wait(self, request_id: int, seconds: float) -> None:
+        if len(self._waits_s) >= MAX_KEPT:
+            self._waits_s.clear()
+        self._waits_s[request_id] = seconds
 
     def take_tokens(self, record_rows: np.ndarray) -> None:
         """Asks for the masks behind the tokens of a step's record [R + 1, 4]."""
@@ -243,7 +322,8 @@ class GrammarRows:
                 continue
             grammar.token = int(record_rows[grammar.row, COLUMN_TOKEN])
             grammar.position += 1
-            self._ask(grammar)
+            if not self._sleeps_on(grammar):
+                self._ask(grammar)
 
     def collect(self, *, is_idle: bool) -> list[GrammarRow]:
         """Rows whose mask is there, or that failed; waits a moment for those that are quick.
@@ -265,6 +345,8 @@ class GrammarRows:
             except queue.Empty:
                 break
             awaited.discard(grammar.row)
+            if grammar.asked_at is not None:
+                grammar.wait_s += time.perf_counter() - grammar.asked_at
             grammar.asked_at = None
             if self.rows.get(grammar.row) is grammar:
                 found.append(grammar)
@@ -275,9 +357,33 @@ class GrammarRows:
         grammar = self.rows.get(row)
         if grammar is None or grammar.gen != gen or grammar.mask is None:
             return None
+        if grammar.compiled is None and grammar.serves_until > grammar.position:
+            self.awake.discard(row)
+            if grammar.serves_until - grammar.position >= WITHOUT_END - 1:
+                self.leave(row)
         return RowMask(row, grammar.mask)
 
+    def _sleeps_on(self, grammar: GrammarRow) -> bool:
+        """Whether the row needs nothing behind its newest token, which is then taken."""
+        if grammar.compiled is not None or grammar.row in self.awake:
+            return False
+        assert grammar.thinking is not None
+        assert grammar.token is not None
+        grammar.thinking.take(grammar.token)
+        grammar.token = None
+        num_left = grammar.serves_until - grammar.position + 1
+        num_free = 0 if grammar.thinking.forced is not None else grammar.thinking.num_free
+        return num_left > 0 and (num_left >= EXTEND_BELOW or num_free <= num_left)
+
     def _ask(self, grammar: GrammarRow) -> None:
+        self.awake.add(grammar.row)
+        if grammar.compiled is None:
+            assert self._service is not None
+            _advance(grammar, self._service)
+            if grammar.asked_at is None:
+                grammar.asked_at = time.perf_counter()
+                self._done.put(grammar)
+            return
         if self._lanes is None:
             assert self._service is not None
             self._lanes = (_Lane(self._service, self._done), _Lane(self._service, self._done))

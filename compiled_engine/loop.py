@@ -43,9 +43,7 @@ from compiled_engine.sampler import ParamInbox, RowMask, Variant, build_param_in
 from compiled_engine.scheduler.advance import (
     COUNT_DECODE_ROWS,
     COUNT_RESIDENT_ROWS,
-    COUNT_STEP_TOKENS,
     COUNT_WAITING_ROWS,
-    COUNT_WANTED_TOKENS,
     NUM_COUNTS,
 )
 from compiled_engine.scheduler.inbox import Inbox, InboxBuilder, MaskEntry, SubmitEntry
@@ -53,6 +51,7 @@ from compiled_engine.scheduler.keys import salt_of
 from compiled_engine.scheduler.prefix import forget_all
 from compiled_engine.seats import Seat, SeatColumns
 from compiled_engine.step import StepExecutor, StepKey
+from compiled_engine.step_choice import Seen, StepChoice
 from compiled_engine.step_times import StepTimes
 from compiled_engine.token_batch import TokenBatch
 
@@ -124,11 +123,11 @@ class StepLoop:
         self._unstarted: dict[int, int] = {}  # row -> prompt tokens, until its first token
         shape = executor.shape
         self._guess = PrefixGuess(is_caching=shape.prefix_caching, page_size=shape.page_size)
+        self.choice = StepChoice(executor, self._guess, step_times)
         self.queue_times = QueueTimes()
         self._arrival = 0
         self._counts = [0] * NUM_COUNTS  # of the newest record
         self._unread: deque[_Launched] = deque()  # steps launched and not read
-        self._step_times = step_times
         self._loops_on_device = loops_on_device
         self._read_at = 0.0
         self._is_looping = False
@@ -141,7 +140,7 @@ class StepLoop:
         One with a grammar is queued once that is compiled, or refused; see `take_refusals`.
         """
         self.queue_times.arrive(request.request_id)
-        if request.params.grammar is not None:
+        if request.params.is_masked:
             self._grammars.begin(request)
         else:
             self._queue.append(request)
@@ -152,6 +151,10 @@ class StepLoop:
         for event in refusals:
             self.queue_times.forget(event.request_id)
         return refusals
+
+    def take_grammar_waits(self) -> dict[int, float]:
+        """Request id -> seconds waited for a grammar and masks so far, where that changed."""
+        return self._grammars.take_waits()
 
     def abort(self, request_id: int) -> None:
         """Ends a request without further events; unknown or finished ids are ignored."""
@@ -201,7 +204,9 @@ class StepLoop:
     def step(self) -> TokenBatch:
         """Launches one step and returns the tokens of what was read back."""
         if self._grammars.num_compiling:
-            self._queue.extend(self._grammars.take_ready())
+            for request in self._grammars.take_ready():
+                self.queue_times.arrive(request.request_id)
+                self._queue.append(request)
             if not (self._queue or self._seats or self.executor.outbox.num_unread):
                 self._grammars.wait_for_compile()
                 return TokenBatch()
@@ -216,7 +221,7 @@ class StepLoop:
 
     def overlap_loop(self) -> TokenBatch:
         """Launch, then read the record of the step before."""
-        if self._grammars.rows:
+        if self._grammars.awake:
             return self.grammar_loop()
         self._launch()
         return self._read() if self.executor.outbox.num_unread > 1 else TokenBatch()
@@ -257,7 +262,7 @@ class StepLoop:
         """All that runs is decoding, and the host has nothing to hand to the device."""
         if not self._num_live or not self.inbox.is_empty:
             return False
-        if self._grammars.rows or self._logprobs.rows:
+        if self._grammars.awake or self._logprobs.rows:
             return False
         counts = self._counts
         is_decoding = counts[COUNT_DECODE_ROWS] == counts[COUNT_RESIDENT_ROWS] > 0
@@ -269,7 +274,8 @@ class StepLoop:
         executor = self.executor
         assert isinstance(executor.outbox, RingOutbox)
         assert executor.loop_control is not None
-        if not self.inbox.is_empty or (self._queue and self._free_rows):
+        has_news = self._grammars.awake or not self.inbox.is_empty
+        if has_news or (self._queue and self._free_rows):
             executor.loop_control.interrupt()
         record = executor.outbox.read_loop()
         if record is None:
@@ -283,12 +289,12 @@ class StepLoop:
     def _launch(self) -> None:
         if self._queue:
             self._seat_requests()
-        if self._grammars.rows:
+        if self._grammars.awake:
             self._collect_masks()
         has_entries = not self.inbox.is_empty
         inbox, param_inbox, masks = self._take_entries() if has_entries else self._no_entries
-        key = self._choose_step(self._variant)
-        if self._grammars.rows:
+        key = self._choose_step()
+        if self._grammars.awake:
             key = key._replace(is_masked=True)
         if self._logprobs.rows:
             key = self._logprobs.extend(key)
@@ -299,10 +305,10 @@ class StepLoop:
 
     def _collect_masks(self) -> None:
         """Hands the device the masks that are there; ends rows whose grammar failed."""
-        is_idle = len(self._grammars.rows) == self._num_live and not self._unread
+        is_idle = len(self._grammars.awake) == self._num_live and not self._unread
         for grammar in self._grammars.collect(is_idle=is_idle):
             if grammar.error is None:
-                self.inbox.mask(grammar.row, grammar.gen, grammar.position)
+                self.inbox.mask(grammar.row, grammar.gen, grammar.serves_until)
                 continue
             self.inbox.abort(grammar.row, grammar.gen)
             is_refusal = grammar.is_refusal
@@ -374,42 +380,28 @@ class StepLoop:
             salt=salt_of(request.cache_salt),
             prompt=prompt,
             max_len=seat.max_len,
-            grammar=params.grammar is not None,
+            grammar=params.is_masked,
             score_from=score_from(request),
         )
         self._logprobs.seat(request, row, seat.gen)
-        if params.grammar is not None:
+        if params.is_masked:
             self._grammars.seat(request, row, seat.gen)
 
-    def _choose_step(self, variant: Variant) -> StepKey:
-        """The step to launch: places for what the device could use, from numbers one step old.
+    def _choose_step(self) -> StepKey:
+        """The step to launch; where all that runs decodes, nothing has to be weighed."""
+        is_decode = not (self._unstarted or self._num_waiting_rows or self.executor.reads_plans)
+        if is_decode:
+            return self.executor.key_of(self._num_live, self._variant, is_mixed=False)
+        return self.choice.choose(self._seen(), self._variant)
 
-        Whatever is chosen, the device's plan is right. Too small delays, too large pads: rows that
-        run get a place each, unserved prompts what they still want, waiting prompts what is new in
-        them.
-        """
-        executor = self.executor
-        if executor.reads_plans:
-            return executor.key_of(executor.buckets[-1], variant, is_mixed=True)
-        if not self._unstarted and self._num_waiting_rows == 0:
-            return executor.key_of(self._num_live, variant, is_mixed=False)
-        counts = self._counts
-        wanted = self._num_live + counts[COUNT_WANTED_TOKENS] - counts[COUNT_STEP_TOKENS]
-        if counts[COUNT_RESIDENT_ROWS] < len(self._seats):
-            wanted += self._guess.num_needed()
-        # Steps launched and not read yet have served part of that already.
-        wanted = max(self._num_live, wanted - sum(step.num_prompt_places for step in self._unread))
-        is_mixed = bool(self._unstarted or counts[COUNT_WAITING_ROWS])
-        if is_mixed and self._step_times is not None and self._num_live > len(self._unstarted):
-            most = self._step_times.most_tokens(self._context())
-            wanted = min(wanted, max(most, self._num_live))
-        return executor.key_of(wanted, variant, is_mixed=is_mixed)
-
-    def _context(self) -> int:
-        """Tokens in front of the prompt chunks that are computed now, at most."""
-        longest = max(self._unstarted.values(), default=0)
-        counts = self._counts
-        return max(0, longest - (counts[COUNT_WANTED_TOKENS] - counts[COUNT_STEP_TOKENS]))
+    def _seen(self) -> Seen:
+        return Seen(
+            num_live=self._num_live,
+            num_seats=len(self._seats),
+            unstarted=self._unstarted,
+            counts=self._counts,
+            num_prompt_places=sum(step.num_prompt_places for step in self._unread),
+        )
 
     # --- read -----------------------------------------------------------------------------
 
@@ -443,8 +435,9 @@ class StepLoop:
         # Rows whose generation differs have not seen their submit yet.
         is_known = (columns.gens > 0) & (rows[:, COLUMN_GEN] == columns.gens)
         emitted = np.nonzero(is_known & ~columns.is_over & ((flags & FLAG_EMITTED) != 0))[0]
-        for row in np.nonzero(is_known & ~columns.is_over & ((flags & FLAG_FAILED) != 0))[0]:
-            self._fail(self._seats[int(row)], NAN_MESSAGE, is_refusal=False)
+        failed = np.nonzero(is_known & ~columns.is_over & ((flags & FLAG_FAILED) != 0))[0]
+        for row in failed.tolist():
+            self._fail(self._seats[row], NAN_MESSAGE, is_refusal=False)
         free = np.nonzero(is_known & ((flags & FLAG_FREE) != 0))[0]
         request_ids, news = columns.request_ids[emitted].tobytes(), rows[emitted]
         for place in np.nonzero(~columns.has_started[emitted])[0].tolist():
@@ -466,9 +459,8 @@ class StepLoop:
         now, before = self.executor.outbox.read_at, self._read_at
         self._read_at = now
         key = launched.key
-        is_plain = key.is_mixed and not key.num_scored and launched.at < before
-        if self._step_times is not None and is_plain:
-            self._step_times.learn(key.num_tokens, self._context(), now - before)
+        if key.is_mixed and not key.num_scored and launched.at < before:
+            self.choice.learn(self._seen(), key, now - before)
 
     def _start(self, seat: Seat, num_cached: int) -> None:
         """The seat's first token is there."""

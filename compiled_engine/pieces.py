@@ -54,6 +54,21 @@ class LayerVersion:
     is_decode: bool
     is_last: bool = False
 
+    @property
+    def example_size(self) -> int:
+        """A size for the version's compile; a dynamic one equals no other size by chance."""
+        if self.low == self.high:
+            return self.low
+        return min(self.high, max(self.low + 4, 37 if self.high > 37 else 13))
+
+    @property
+    def sizes(self) -> str:
+        """The token counts in words."""
+        layer = "last layer, " * self.is_last
+        if self.low == self.high:
+            return f"{layer}{self.low} token" + "s" * (self.low > 1)
+        return f"{layer}{self.low} to {self.high} tokens"
+
 
 def layer_versions(
     max_tokens: int, max_rows: int, *, is_gpu: bool, has_last: bool

@@ -1,7 +1,7 @@
 """How long requests wait for a row, by the host's clock; the device is not asked.
 
-Grammar compilation counts as waiting. A request that has its row may still wait for pages: that
-belongs to its prefill.
+Compiling a grammar comes before and does not count. A request that has its row may still wait for
+pages: that belongs to its prefill.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class QueueTimes:
         self._seated: dict[int, float] = {}
 
     def arrive(self, request_id: int) -> None:
-        """The request was submitted."""
+        """The request was submitted, or its grammar is there now."""
         self._arrived[request_id] = time.perf_counter()
 
     def seat(self, request_id: int) -> None:

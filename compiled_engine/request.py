@@ -23,6 +23,7 @@ MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 16
 MAX_TOP_K = 2**31 - 1
 MAX_GRAMMAR_CHARS = 128 * 1024
+MAX_CLOSING_TOKENS = 64
 MAX_LOGPROBS = 20
 # Of one prompt: entries of all its positions together, the token's own included.
 MAX_PROMPT_LOGPROB_ENTRIES = 1 << 20
@@ -52,6 +53,35 @@ class GrammarSpec(msgspec.Struct, frozen=True):
             raise InvalidRequestError(f"{self.kind} is empty", param=self.kind)
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """How much an answer may think; then the tokens that end thinking are forced on it.
+
+    Attributes:
+        max_tokens: between the markers, which do not count; 0 and more.
+        closing: text that ends thinking.
+        closing_ids: its tokens, at most `MAX_CLOSING_TOKENS`.
+        opening: text that begins it, at the answer's start; empty where the prompt has begun it.
+        enders: further texts that end it.
+        reopens: the opening counts anywhere, and again after an end; all of it is one budget.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+
+    max_tokens: int
+    closing: str
+    closing_ids: tuple[int, ...]
+    opening: str = ""
+    enders: tuple[str, ...] = ()
+    reopens: bool = False
+
+    def __post_init__(self) -> None:
+        _check_range("thinking_token_budget", self.max_tokens, 0, 2**30)
+        _check_length("thinking.closing_ids", len(self.closing_ids), MAX_CLOSING_TOKENS)
+        if not (self.closing and self.closing_ids):
+            raise InvalidRequestError("thinking.closing is empty", param="thinking_token_budget")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens of one request are chosen and when it ends. Checked on construction.
 
@@ -73,6 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         max_tokens: generated tokens at most; None means up to the model's length.
         ignore_eos: end-of-sequence tokens do not end the answer, unless a grammar is given.
         grammar: what the answer must look like; it also decides where the answer may end.
+        thinking: how much the answer may think; None for any amount.
         logprobs: with each generated token its log probability and those of so many likeliest ones,
             in [0, 20]; None for none. They are the model's own: before temperature, penalties, bias
             and grammar.
@@ -99,6 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: int | None = None
     ignore_eos: bool = False
     grammar: GrammarSpec | None = None
+    thinking: ThinkingBudget | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_start: int = 0
@@ -128,6 +160,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         self._check_logprobs()
         self._check_lists()
+
+    @property
+    def is_masked(self) -> bool:
+        """Tokens are chosen under masks that the host makes."""
+        return self.grammar is not None or self.thinking is not None
 
     def _check_logprobs(self) -> None:
         if self.logprobs is not None:
@@ -241,6 +278,8 @@ def validate_request(request: Request, limits: ModelLimits) -> None:
     check_token_ids("prompt", request.prompt_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", params.logit_bias, limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    if params.thinking is not None:
+        check_token_ids("thinking.closing_ids", params.thinking.closing_ids, limits.vocab_size)
 
 
 def _check_prompt_logprobs(params: SamplingParams, num_prompt_tokens: int) -> None:

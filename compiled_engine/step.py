@@ -450,8 +450,8 @@ class StepExecutor:
             self.pieces.apply_params(self.params, param_inbox)
         step_plan = self.pieces.begin(self.state, self.params, inbox, param_inbox, self._budget(1))
         for done, version in enumerate(self.pieces.versions, start=1):
-            on_piece(f"model, {_size_name(version)}", done, total)
-            size = _example_size(version)
+            on_piece(f"model, {version.sizes}", done, total)
+            size = version.example_size
             others = self.pieces.version(size, is_mixed=not version.is_decode)
             last = version if version.is_last else None
             warmed = None if self.driver.is_eager else version
@@ -509,17 +509,3 @@ class StepExecutor:
         tensor = tensor.clone()
         mark_any_size(tensor, 0)
         return tensor
-
-
-def _example_size(version: LayerVersion) -> int:
-    """A size for the version's compile; a dynamic one equals no other size by chance."""
-    if version.low == version.high:
-        return version.low
-    return min(version.high, max(version.low + 4, 37 if version.high > 37 else 13))
-
-
-def _size_name(version: LayerVersion) -> str:
-    layer = "last layer, " * version.is_last
-    if version.low == version.high:
-        return f"{layer}{version.low} token" + "s" * (version.low > 1)
-    return f"{layer}{version.low} to {version.high} tokens"

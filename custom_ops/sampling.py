@@ -18,7 +18,6 @@ from compiled_engine.custom_ops import reference
 from compiled_engine.custom_ops.hashing import mix
 from compiled_engine.custom_ops.library import LIBRARY, define_op
 
-
 # The token of a row whose logits hold a NaN: none of its ids is right.
 NO_TOKEN = -1
 

@@ -204,13 +204,13 @@ def counted_syncs() -> Iterator[list[str]]:
 @contextmanager
 def limited_steps(loop: Any, *, is_limited: bool) -> Iterator[None]:
     """Turns `--max-step-ms` of an engine that was built with it off, or leaves it on."""
-    times = loop._step_times
+    times = loop.choice.step_times
     assert times is not None, "the engine was built without max_step_ms"
-    loop._step_times = times if is_limited else None
+    loop.choice.step_times = times if is_limited else None
     try:
         yield
     finally:
-        loop._step_times = times
+        loop.choice.step_times = times
 
 
 def measure_itl(driver: Driver, limit_ms: float, num_repeats: int) -> Iterator[Measured]:

@@ -59,6 +59,7 @@ from compiled_engine.server.protocol import (
 )
 from compiled_engine.server.sse import json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
+from compiled_engine.server.thinking_budget import thinking_budget, thinking_limit
 from compiled_engine.server.tool_grammar import answer_grammar
 from compiled_engine.server.validation import (
     Sampling,
@@ -116,7 +117,7 @@ async def prepare_chat(
     num_top = chat_num_top(body)
     sampling = _sampling(state, body, num_top)
     chat_format = state.chat_format
-    use = tool_use(body)
+    use, limit = tool_use(body), thinking_limit(body)
     messages = template_messages(body.messages)
     render = chat_renderer(state, body, use, messages)
     permit.extend_requests(sampling.n)
@@ -129,11 +130,7 @@ async def prepare_chat(
     )
     prompt, prompt_ids = await state.in_text_pool(lambda: _with_ids(render(), encode))
     continued = messages[-1]["content"] if body.continue_final_message else None
-    grammar = answer_grammar(
-        sampling.params.grammar, chat_format, use, prompt=prompt, continued=continued
-    )
-    if grammar is not sampling.params.grammar:
-        sampling = _with_grammar(sampling, grammar, use)
+    sampling = _constrained(state, sampling, use, limit, prompt=prompt, continued=continued)
     return ChatCall(
         sampling=sampling,
         runs=build_runs(
@@ -201,6 +198,33 @@ def _new_head(model: str) -> ChatChunk:
     """What all chunks of an answer share."""
     created = int(time.time())
     return ChatChunk(id=f"chatcmpl-{uuid.uuid4().hex}", created=created, model=model, choices=[])
+
+
+def _constrained(
+    state: ServerState,
+    sampling: Sampling,
+    use: ToolUse | None,
+    limit: int | None,
+    *,
+    prompt: str,
+    continued: str | None,
+) -> Sampling:
+    """With what tools and reasoning add to the constraints on the answer's tokens."""
+    grammar = answer_grammar(
+        sampling.params.grammar, state.chat_format, use, prompt=prompt, continued=continued
+    )
+    if grammar is not sampling.params.grammar:
+        sampling = _with_grammar(sampling, grammar, use)
+    budget = thinking_budget(
+        limit,
+        state.chat_format,
+        state.tokenizer,
+        prompt=prompt,
+        continued=continued,
+        is_bound=grammar is not None or use is not None,
+    )
+    params = msgspec.structs.replace(sampling.params, thinking=budget)
+    return dataclasses.replace(sampling, params=params)
 
 
 def _with_grammar(sampling: Sampling, grammar: GrammarSpec | None, use: ToolUse | None) -> Sampling:

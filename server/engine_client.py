@@ -64,6 +64,11 @@ class TokenStream(Protocol):
         """Seconds the request waited for a row; None until it has one."""
         ...
 
+    @property
+    def grammar_s(self) -> float | None:
+        """Seconds it waited for its grammar and for masks so far; None without any."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         """The stream itself."""
         ...
@@ -369,6 +374,10 @@ class IpcEngineClient:
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
                 mailbox.queue_s = queue_s
+        for request_id, grammar_s in frame.grammar_s.items():
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                mailbox.grammar_s = grammar_s
         for result in frame.control_results:
             done = self._controls.get(result.call_id)
             if done is not None and not done.done():

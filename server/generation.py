@@ -357,7 +357,7 @@ async def _merge(sources: Sequence[_Source]) -> AsyncGenerator[Piece, None]:
 async def _pieces(source: _Source) -> AsyncGenerator[Piece, None]:
     run, stream = source.run, source.stream
     async for event in stream:
-        source.stats.take(event, stream.queue_s)
+        source.stats.take(event, stream.queue_s, stream.grammar_s)
         piece = run.feed(event)
         if piece.finish_reason is not None:
             await stream.aclose()

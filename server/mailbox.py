@@ -19,6 +19,7 @@ class Mailbox:
 
     Attributes:
         queue_s: seconds the request waited for a row; None until it has one.
+        grammar_s: seconds it waited for its grammar and for masks so far; None without any.
     """
 
     def __init__(self, abort: Callable[[], None]) -> None:
@@ -26,6 +27,7 @@ class Mailbox:
         self._pending: TokenEvent | None = None
         self._error: EngineError | None = None
         self.queue_s: float | None = None
+        self.grammar_s: float | None = None
         self._is_over = False
         self._wakeup: asyncio.Future[None] | None = None
 

@@ -73,7 +73,7 @@ class MessagesToolChoice(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model reasons before it answers; a budget cannot be kept."""
+    """Whether the model reasons before it answers, and how many tokens it may reason."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None

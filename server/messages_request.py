@@ -34,6 +34,7 @@ from compiled_engine.server.translation import refuse, refuse_unless_neutral
 
 # Fields of the chat path -> the client's.
 FIELD_NAMES = {
+    "thinking_token_budget": "thinking.budget_tokens",
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema": "output_config.format",
@@ -72,6 +73,7 @@ def chat_request(
     _set_tool_choice(chat, request)
     if request.thinking is not None:
         chat.chat_template_kwargs = _switches(request.thinking, variables, chat_format)
+        chat.thinking_token_budget = request.thinking.budget_tokens
     if request.output_config is not None:
         chat.reasoning_effort = request.output_config.effort
         form = request.output_config.format
@@ -91,6 +93,10 @@ def chat_request(
 def _set_sampling(chat: ChatRequest, request: MessagesRequest) -> None:
     refuse_unless_neutral(request, _REFUSED_IN_MESSAGES)
     chat.max_tokens = request.max_tokens
+    budget = chat.thinking_token_budget
+    if budget is not None and not 0 <= budget < request.max_tokens:
+        where, limit = "thinking.budget_tokens", f"max_tokens, which is {request.max_tokens}"
+        refuse(where, f"is {budget}; it must be at least 0 and less than {limit}")
     chat.stream = request.stream
     chat.stop = request.stop_sequences
     chat.temperature = request.temperature
@@ -142,8 +148,8 @@ def _switches(
     thinking: Thinking, variables: frozenset[str], chat_format: ChatFormat
 ) -> dict[str, Any]:
     """Template values that switch reasoning on or off, where the template has a switch."""
-    if thinking.budget_tokens is not None:
-        refuse("thinking.budget_tokens", "cannot be kept by this server; leave it out")
+    if thinking.budget_tokens is not None and thinking.type != "enabled":
+        refuse("thinking.budget_tokens", f"cannot be given where thinking.type is {thinking.type}")
     if thinking.display == "omitted":
         refuse("thinking.display", 'is "omitted", which is not supported; leave it out')
     is_on = thinking.type != "disabled"

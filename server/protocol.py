@@ -167,6 +167,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

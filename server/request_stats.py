@@ -45,6 +45,8 @@ class SequenceStats:
         self._first_s: float | None = None
         self._last_s = self._submitted_s
         self._queue_s: float | None = None
+        self._grammar_s: float | None = None
+        self._prefill_s: float | None = None
         self._longest_gap_s = 0.0
         self._num_tokens = 0
         self._num_cached_tokens = 0
@@ -56,14 +58,18 @@ class SequenceStats:
         """Name of the API key that the call came with."""
         return self._caller.key_name
 
-    def take(self, event: TokenEvent, queue_s: float | None) -> None:
+    def take(
+        self, event: TokenEvent, queue_s: float | None, grammar_s: float | None = None
+    ) -> None:
         """Notes one event.
 
         Args:
             event: as it came from the engine.
             queue_s: seconds the sequence waited for a row in the engine; None if not known yet.
+            grammar_s: seconds it waited for its grammar and for masks so far; None without any.
         """
         now_s = time.perf_counter()
+        self._grammar_s = grammar_s
         if self._first_s is None:
             self._first_s = now_s
             self._queue_s = queue_s
@@ -71,7 +77,8 @@ class SequenceStats:
             self._metrics.note_first_token(now_s - self._caller.started_s)
             if queue_s is not None:
                 self._metrics.queue_s.observe(queue_s)
-                self._metrics.prefill_s.observe(max(0.0, now_s - self._submitted_s - queue_s))
+                self._prefill_s = max(0.0, now_s - self._submitted_s - queue_s - (grammar_s or 0.0))
+                self._metrics.prefill_s.observe(self._prefill_s)
         elif event.token_ids:
             gap_s = (now_s - self._last_s) / len(event.token_ids)
             self._metrics.inter_token_s.observe(gap_s)
@@ -148,11 +155,9 @@ class SequenceStats:
     def _log(
         self, reason: str, num_tokens: int, num_cached_tokens: int, mean_s: float | None
     ) -> None:
-        prefill_s = ttft_s = None
+        ttft_s = None
         if self._first_s is not None:
             ttft_s = self._first_s - self._caller.started_s
-            if self._queue_s is not None:
-                prefill_s = max(0.0, self._first_s - self._submitted_s - self._queue_s)
         fields = {
             "request": f"{self._caller.request_id}[{self._index}]",
             "key": self._caller.key_name or None,
@@ -162,7 +167,8 @@ class SequenceStats:
             "cached_tokens": num_cached_tokens,
             "generated_tokens": num_tokens,
             "queue_ms": _milliseconds(self._queue_s),
-            "prefill_ms": _milliseconds(prefill_s),
+            "grammar_ms": _milliseconds(self._grammar_s),
+            "prefill_ms": _milliseconds(self._prefill_s),
             "ttft_ms": _milliseconds(ttft_s),
             "inter_token_ms": _milliseconds(mean_s),
             "longest_gap_ms": _milliseconds(self._longest_gap_s or None),

@@ -88,6 +88,7 @@ LAYERS: tuple[Layer, ...] = (
             "step_times",
             "memory",
             "loop",
+            "step_choice",
             "queue_times",
             "warmup",
             "explain",

@@ -90,7 +90,7 @@ def advance(
         new_pages = torch.where(publishes, new_pages, old_pages)
         publish(shape, state, group, old_pages, new_pages)
     is_finished = is_failed | emit & (is_stop[:, 0] | (state.num_tokens >= state.max_len))
-    is_blocked = state.grammar & (state.mask_pos != state.num_tokens)
+    is_blocked = state.grammar & (state.mask_pos < state.num_tokens)
     state.state.masked_fill_(emit, DECODE)
     state.state.masked_fill_(emit & is_blocked, BLOCKED)
     state.state.masked_fill_(is_finished, FINISHED)

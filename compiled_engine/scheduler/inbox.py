@@ -69,7 +69,7 @@ class AbortEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskEntry:
-    """The grammar mask for the token at `position` of `row` is on the device."""
+    """A grammar mask of `row` is on the device, for every token up to the one at `position`."""
 
     row: int
     gen: int
@@ -134,7 +134,7 @@ class InboxBuilder:
         self._aborts.append(AbortEntry(row=row, gen=gen))
 
     def mask(self, row: int, gen: int, position: int) -> None:
-        """Queues the arrival of a grammar mask."""
+        """Queues the arrival of a grammar mask, which serves up to `position`."""
         self._masks.append(MaskEntry(row=row, gen=gen, position=position))
 
     def take(self) -> tuple[Inbox, list[Entry]]:
@@ -221,7 +221,7 @@ def apply_inbox(shape: SchedulerShape, state: SchedulerState, inbox: Inbox) -> N
     # The dump row took the masked lanes: it must never look like a request.
     is_dump = torch.arange(shape.max_rows + 1, device=row.device) == shape.max_rows
     state.state.masked_fill_(is_dump, FREE)
-    mask_missing = state.grammar & (state.mask_pos != state.num_tokens)
+    mask_missing = state.grammar & (state.mask_pos < state.num_tokens)
     state.state.masked_fill_((state.state == BLOCKED) & ~mask_missing, DECODE)
 
 

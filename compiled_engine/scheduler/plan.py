@@ -90,7 +90,7 @@ def _before(precedes: Tensor, amount: Tensor) -> Tensor:
 
 def _mask_missing(state: SchedulerState) -> Tensor:
     """The row's next token needs a grammar mask that is not here yet."""
-    return state.grammar & (state.mask_pos != state.num_tokens)
+    return state.grammar & (state.mask_pos < state.num_tokens)
 
 
 def _pages(shape: SchedulerShape, tokens: Tensor) -> Tensor:

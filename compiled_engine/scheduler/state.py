@@ -175,7 +175,7 @@ class SchedulerState(NamedTuple):
     score_from: Tensor  # i32, prompt positions from here on are computed and scored, never reused
     num_tokens: Tensor  # i32, tokens known
     num_computed: Tensor  # i32, tokens whose KV is written
-    mask_pos: Tensor  # i32, position whose grammar mask is here, -1
+    mask_pos: Tensor  # i32, last position that the grammar mask here serves, -1
     pub_ok: Tensor  # bool, the published chain is unbroken
     num_cached: Tensor  # i32, prompt tokens found cached at the first admission
     groups: tuple[GroupState, ...]

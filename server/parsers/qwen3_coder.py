@@ -40,6 +40,7 @@ _FUNCTION_END_HERE = Pattern(_FUNCTION_END)
 _CLOSING_HERE = Pattern(CLOSING)
 # A call's beginning inside reasoning ends the reasoning.
 CALL_BEGINS = (Pattern("\n", OPENING, "\n", CUT, _FUNCTION),)
+CALL_BEGIN = f"\n{OPENING}\n{_FUNCTION}"
 _VALUE_ENDS = tuple(
     Pattern(line_break, _PARAMETER_END, CUT, SPACE, follower)
     for line_break in ("\n", "")

@@ -86,8 +86,8 @@ def test_a_row_with_a_nan_has_no_token_and_spoils_no_other(rows, tokens_of):
         plain = tokens_of(logits, settings, 32000, is_greedy)
         spoilt = logits.clone()
         spoilt[:, 32000:] = float("nan")
-        spoilt[torch.arange(0, rows, 3), torch.randint(32000, (len(range(0, rows, 3)),))] = (
-            float("nan")
+        spoilt[torch.arange(0, rows, 3), torch.randint(32000, (len(range(0, rows, 3)),))] = float(
+            "nan"
         )
         got = tokens_of(spoilt, settings, 32000, is_greedy)
         assert (got[::3] == NO_TOKEN).all()

@@ -5,6 +5,9 @@ The graphs are stand-ins that count, so no GPU is needed; what a real one replay
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,3 +82,41 @@ def test_segments_end_their_capture_after_an_error(log):
     with pytest.raises(RuntimeError, match="no"):
         segments.record(fails)
     assert log == ["begin", "end"]
+
+
+def test_nothing_stands_under_a_key_whose_capture_ran_out_of_memory(log, monkeypatch):
+    stream = SimpleNamespace(wait_stream=lambda _: log.append("wait"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    made = graphs.StepGraphs(torch.device("cpu"))
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("no")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no"):
+        made.capture("step", fails)
+    assert "step" not in made
+    assert log == ["wait", "begin", "end", "wait"]
+    made.capture("step", lambda: None)
+    assert "step" in made
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("CUDA_ERROR_OUT_OF_MEMORY", torch.OutOfMemoryError),
+        ("CUDA_ERROR_INVALID_VALUE", RuntimeError),
+    ],
+)
+def test_driver_calls_that_run_out_of_memory_say_so(name, kind):
+    class Status(IntEnum):
+        CUDA_SUCCESS = 0
+        CUDA_ERROR_INVALID_VALUE = 1
+        CUDA_ERROR_OUT_OF_MEMORY = 2
+
+    assert graphs.check_call((Status.CUDA_SUCCESS, 7)) == 7
+    with pytest.raises(RuntimeError) as caught:
+        graphs.check_call((Status[name], None))
+    assert type(caught.value) is kind

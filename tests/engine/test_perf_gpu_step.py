@@ -46,6 +46,7 @@ class FakeLoop:
     queue: list[Request] = field(default_factory=list)
     running: dict[int, int] = field(default_factory=dict)  # id -> tokens left
     seconds: float = 0.0
+    choice: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(step_times=None))
 
     def submit(self, request: Request) -> None:
         self.queue.append(request)
@@ -105,15 +106,15 @@ def test_decode_rows_stand_over_the_bytes_of_a_step(fake: decode.Driver):
 
 def test_intervals_are_those_between_submit_and_the_prompts_first_token(fake: decode.Driver):
     fake.loop.per_step = 1
-    fake.loop._step_times = None
+    fake.loop.choice.step_times = None
     with pytest.raises(AssertionError, match="without max_step_ms"):
         list(decode.measure_itl(fake, 15.0, 3))
-    fake.loop._step_times = "limits"
+    fake.loop.choice.step_times = "limits"
     rows = {row.metric: row for row in decode.measure_itl(fake, 2.0, 3)}
     assert list(rows["itl_p99_over_limit"].values) == pytest.approx([2.0] * 3)
     with decode.limited_steps(fake.loop, is_limited=False):
-        assert fake.loop._step_times is None
-    assert fake.loop._step_times == "limits"
+        assert fake.loop.choice.step_times is None
+    assert fake.loop.choice.step_times == "limits"
 
 
 def test_prefill_ends_with_the_last_prompts_token(

@@ -255,6 +255,7 @@ class _FakeStream:
         self.broken = asyncio.Event()
         self.error: EngineError | None = None
         self.queue_s = 0.001
+        self.grammar_s = 0.002 if request.params.is_masked else None
 
     def __aiter__(self) -> _FakeStream:
         return self

@@ -114,7 +114,7 @@ class PythonRow:
     @property
     def mask_missing(self) -> bool:
         """True while a grammar mask for the next position has not arrived."""
-        return self.grammar and self.mask_pos != len(self.tokens)
+        return self.grammar and self.mask_pos < len(self.tokens)
 
     @property
     def want(self) -> int:

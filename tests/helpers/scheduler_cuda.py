@@ -127,7 +127,7 @@ class CheckedPageOps:
         inbox_module.apply_inbox(shape, expected, inbox)
         before = state.state.clone()
         self._run("apply_inbox", args.apply_inbox_args, shape, state, list(inbox))
-        missing = state.grammar & (state.mask_pos != state.num_tokens)
+        missing = state.grammar & (state.mask_pos < state.num_tokens)
         state.state.masked_fill_((state.state == BLOCKED) & ~missing, DECODE)
         state.state[-1] = before[-1]
         assert_same_state(shape, expected, state, "inbox")

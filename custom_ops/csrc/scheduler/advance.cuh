@@ -143,7 +143,7 @@ DEVICE void append_tokens(const State& s, Scratch& scratch, i32 row, RowStep& r)
 DEVICE void advance_state(const State& s, i32 row, RowStep& r) {
     i8 before = r.state;
     if (r.emit) {
-        bool is_blocked = r.grammar && r.mask_pos != r.num_tokens;
+        bool is_blocked = r.grammar && r.mask_pos < r.num_tokens;
         r.is_finished = r.is_stop || r.num_tokens >= r.max_len;
         r.state = r.is_finished ? FINISHED : is_blocked ? BLOCKED : DECODE;
     }

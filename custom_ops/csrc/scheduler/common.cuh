@@ -245,7 +245,7 @@ DEVICE i32 pages_of(const State& s, i32 tokens) { return (tokens + s.page_size -
 DEVICE i32 ring_place(const State& s, i64 position) { return (i32)(position & (s.ring_size - 1)); }
 DEVICE i64 row_order(const State& s, i32 row) { return ((i64)s.priority[row] << 40) + s.arrival[row]; }
 // The row's next token needs a grammar mask that is not here yet.
-DEVICE bool mask_missing(const State& s, i32 row) { return s.grammar[row] && s.mask_pos[row] != s.num_tokens[row]; }
+DEVICE bool mask_missing(const State& s, i32 row) { return s.grammar[row] && s.mask_pos[row] < s.num_tokens[row]; }
 DEVICE bool is_resident(i8 state) { return state >= PREFILL && state <= BLOCKED; }
 DEVICE bool is_live(i8 state) { return state >= WAITING && state <= RETRACTED; }
 // Pages a row is promised: its tokens and one page more, never more than it can fill.
