@@ -89,6 +89,7 @@ LAYERS: tuple[Layer, ...] = (
             "memory",
             "loop",
             "step_choice",
+            "thinking",
             "queue_times",
             "warmup",
             "explain",

@@ -333,5 +333,5 @@ def test_waits_for_grammars_are_told_apart_from_the_queue(engine, tokenizer):
 def test_closing_ids_must_exist(engine):
     thinking = ThinkingBudget(max_tokens=1, closing="x", closing_ids=(10**6,))
     request = Request(request_id=1, prompt_token_ids=[1], params=drawn(0, thinking))
-    with pytest.raises(InvalidRequestError, match="thinking.closing_ids"):
+    with pytest.raises(InvalidRequestError, match=r"thinking\.closing_ids"):
         validate_request(request, engine.limits)

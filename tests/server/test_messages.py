@@ -234,7 +234,7 @@ def test_messages_refusals_name_the_field():
         (r"tools\[0\].input_schema is missing", {"tools": [{"name": "a"}]}),
         (r"tool_choice.name is missing", {"tools": TOOLS, "tool_choice": {"type": "tool"}}),
         (r"tool_choice names 'g'", {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}),
-        (r"budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        (r"budget_tokens", {"thinking": {"type": "adaptive", "budget_tokens": 2}}),
         (r"thinking.type", {"thinking": {"type": "enabled"}}),
         (r"stop_sequences must not hold", {"stop_sequences": [""]}),
         (r"max_tokens is 0", {"max_tokens": 0}),
@@ -268,6 +268,29 @@ def test_messages_thinking_without_a_switch_in_the_template():
         await _refused(client, "thinking.display", thinking=omitted)
 
     _run(body, "so</think>yes", template=always)
+
+
+def test_messages_thinking_budget_reaches_the_engine():
+    async def body(client, server: Server):
+        thinking = {"type": "enabled", "budget_tokens": 3}
+        message, _ = await _create(client, thinking=thinking)
+        assert [block.type for block in message.content] == ["thinking", "text"]
+        sent = server.engine.submitted[-1].params.thinking
+        assert (sent.max_tokens, sent.closing, sent.opening) == (3, "</think>", "")
+        for tokens, match in ((5, "less than max_tokens, which is 5"), (-1, "budget_tokens is -1")):
+            await _refused(client, match, thinking={**thinking, "budget_tokens": tokens})
+
+    always = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]<think>"
+    _run(body, "so</think>yes", template=always)
+
+    async def refused(client, server: Server):
+        thinking = {"type": "enabled", "budget_tokens": 3}
+        await _refused(
+            client, r"thinking\.budget_tokens needs a reasoning parser", thinking=thinking
+        )
+
+    never = "{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}"
+    _run(refused, "yes", template=never)
 
 
 def _user(content):

@@ -64,6 +64,19 @@ def test_a_call_logs_one_line_and_each_sequence_one_with_its_costs(caplog):
     assert SECRET not in caplog.text
 
 
+def test_the_wait_for_a_grammar_is_logged_apart_from_the_queue(caplog):
+    async def body(server: Server):
+        request = {"prompt": "a", "guided_regex": "[a-z]+"}
+        await server.post("/v1/completions", request)
+
+    caplog.set_level(logging.INFO)
+    with_server(body, engine=FakeEngine(delay_s=0.05))
+    (line,) = _lines(caplog, REQUESTS)
+    fields = _fields(line)
+    assert (fields["queue_ms"], fields["grammar_ms"]) == ("1.00", "2.00")
+    assert 0.0 < float(fields["prefill_ms"]) < float(fields["ttft_ms"]) - 2.9
+
+
 def test_failed_and_aborted_sequences_are_logged_too(caplog):
     async def body(server: Server):
         server.engine.fail_with = "out of luck"
