@@ -5,92 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 
+import msgspec
 import pytest
 
-from compiled_engine.engine_process import EngineServer
 from compiled_engine.errors import ConfigError
 from compiled_engine.faults import Fault, fault_of
-from compiled_engine.ipc import ClientFrame, ControlCall, EngineFrame, EngineStatus
-from compiled_engine.request import Request, SamplingParams, TokenEvent
+from compiled_engine.ipc import ClientFrame
+from compiled_engine.request import Request, SamplingParams
 from tests.helpers.engines import GREEDY, run_requests, tiny_engine
 from tests.helpers.tiny_model import write_tiny_model
-
-PROMPTS = [[5 + i, 6, 7, 8, 9, 10 + i, 11] for i in range(4)]
-
-
-class _Channel:
-    """The engine's end of the socket, without a socket: what comes in is scripted."""
-
-    def __init__(self) -> None:
-        self.status = EngineStatus()
-        self.busy_since: float | None = None
-        self.incoming: list[ClientFrame] = []
-        self.sent: list[EngineFrame] = []
-
-    def send(self, frame: EngineFrame) -> None:
-        self.sent.append(frame)
-
-    def receive(self, wait_ms: int) -> list[ClientFrame]:
-        taken, self.incoming = self.incoming, []
-        return taken
-
-    def is_status_due(self) -> bool:
-        return False
-
-
-class _Engine:
-    """An `EngineServer` turned by hand."""
-
-    def __init__(self, engine, fault: Fault | None = None) -> None:
-        self.channel = _Channel()
-        self.loop = engine.loop
-        self.server = EngineServer(engine, self.channel, fault)
-        self.tokens: dict[int, list[int]] = {}
-        self.ends: dict[int, TokenEvent] = {}
-        self.queue_s: dict[int, float] = {}
-        self._num_read = 0
-
-    def turn(self, frame: ClientFrame | None = None) -> None:
-        if frame is not None:
-            self.channel.incoming.append(frame)
-        self.server._turn()
-        for sent in self.channel.sent[self._num_read :]:
-            self.queue_s |= sent.queue_s
-            for event in (*sent.events, *(sent.tokens or ())):
-                self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
-                if event.finish_reason is not None:
-                    self.ends[event.request_id] = event
-        self._num_read = len(self.channel.sent)
-
-    def submit(self, prompts=PROMPTS, params=GREEDY) -> None:
-        self.turn(
-            ClientFrame(
-                submits=[
-                    Request(request_id=i, prompt_token_ids=prompt, params=params)
-                    for i, prompt in enumerate(prompts)
-                ]
-            )
-        )
-
-    def finish(self, num_requests: int = len(PROMPTS)) -> None:
-        for _ in range(300):
-            if len(self.ends) == num_requests and not self.loop.has_work:
-                return
-            self.turn()
-        raise AssertionError("requests do not end")
-
-    def call(self, action: str, **options) -> tuple[str | None, str]:
-        """Refusal and path of a control call."""
-        self.turn(ClientFrame(controls=[ControlCall(call_id=7, action=action, **options)]))
-        for _ in range(20):
-            results = [r for frame in self.channel.sent for r in frame.control_results]
-            if results:
-                for frame in self.channel.sent:
-                    frame.control_results.clear()
-                assert [result.call_id for result in results] == [7]
-                return results[0].refusal, results[0].path
-            self.turn()
-        raise AssertionError(f"{action} was never answered")
+from tests.helpers.turned_engine import PROMPTS, TurnedEngine
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +30,7 @@ def expected(folder) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_pause_holds_every_request_and_loses_none(folder, expected, overlap):
-    engine = _Engine(tiny_engine(folder, overlap_schedule=overlap))
+    engine = TurnedEngine(tiny_engine(folder, overlap_schedule=overlap))
     engine.submit()
     engine.turn()
     assert engine.call("pause") == (None, "")
@@ -130,7 +54,7 @@ def test_pause_holds_every_request_and_loses_none(folder, expected, overlap):
 
 
 def test_abort_while_paused_gives_rows_back(folder):
-    engine = _Engine(tiny_engine(folder))
+    engine = TurnedEngine(tiny_engine(folder))
     engine.submit()
     engine.call("pause")
     engine.turn(ClientFrame(aborts=[0, 1, 2, 3]))
@@ -141,7 +65,7 @@ def test_abort_while_paused_gives_rows_back(folder):
 
 
 def test_flush_cache_forgets_prefixes_and_is_refused_while_requests_run(folder, expected):
-    engine = _Engine(tiny_engine(folder))
+    engine = TurnedEngine(tiny_engine(folder))
     engine.submit()
     refusal, _ = engine.call("flush_cache")
     assert refusal is not None
@@ -162,7 +86,7 @@ def test_flush_cache_forgets_prefixes_and_is_refused_while_requests_run(folder, 
 
 
 def test_flush_cache_right_after_the_last_token_waits_for_the_rows(folder):
-    engine = _Engine(tiny_engine(folder, overlap_schedule="on"))
+    engine = TurnedEngine(tiny_engine(folder, overlap_schedule="on"))
     engine.submit(PROMPTS[:1])
     while not engine.ends:
         engine.turn()
@@ -170,7 +94,7 @@ def test_flush_cache_right_after_the_last_token_waits_for_the_rows(folder):
 
 
 def test_profile_writes_one_whole_trace(folder, tmp_path):
-    engine = _Engine(tiny_engine(folder))
+    engine = TurnedEngine(tiny_engine(folder))
     assert engine.call("stop_profile")[0] == "no profile runs"
     refusal, path = engine.call("start_profile", folder=str(tmp_path / "traces"))
     assert refusal is None
@@ -189,7 +113,7 @@ def test_profile_writes_one_whole_trace(folder, tmp_path):
 
 
 def test_profile_of_some_steps_ends_by_itself(folder, tmp_path):
-    engine = _Engine(tiny_engine(folder))
+    engine = TurnedEngine(tiny_engine(folder))
     _, path = engine.call("start_profile", folder=str(tmp_path), num_steps=2)
     engine.submit(PROMPTS[:1])
     engine.finish(1)
@@ -204,7 +128,7 @@ LONG = [[*range(20, 120)]]
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_out_of_memory_ends_the_prompts_of_the_step_and_nothing_else(folder, expected, overlap):
-    engine = _Engine(tiny_engine(folder, overlap_schedule=overlap), Fault("oom", step=4))
+    engine = TurnedEngine(tiny_engine(folder, overlap_schedule=overlap), Fault("oom", step=4))
     engine.submit()
     engine.turn()
     engine.turn(
@@ -221,7 +145,7 @@ def test_out_of_memory_ends_the_prompts_of_the_step_and_nothing_else(folder, exp
 
 
 def test_out_of_memory_while_all_decode_ends_the_newest(folder, expected):
-    engine = _Engine(tiny_engine(folder), Fault("oom", step=3))
+    engine = TurnedEngine(tiny_engine(folder), Fault("oom", step=3))
     engine.submit()
     engine.finish()
     assert [n for n, end in engine.ends.items() if end.finish_reason == "error"] == [3]
@@ -230,7 +154,7 @@ def test_out_of_memory_while_all_decode_ends_the_newest(folder, expected):
     _is_whole(engine)
 
 
-def _is_whole(engine: _Engine) -> None:
+def _is_whole(engine: TurnedEngine) -> None:
     """No page is lost, no illegal transition was counted, and answers are right afterwards."""
     stats = engine.loop.stats
     assert stats.num_scheduler_errors == 0
@@ -247,7 +171,7 @@ def _is_whole(engine: _Engine) -> None:
 
 
 def test_abort_fault_gives_every_request_up(folder):
-    engine = _Engine(tiny_engine(folder), Fault("abort", step=3))
+    engine = TurnedEngine(tiny_engine(folder), Fault("abort", step=3))
     engine.submit()
     engine.finish()
     assert {end.finish_reason for end in engine.ends.values()} == {"abort"}
@@ -257,7 +181,9 @@ def test_abort_fault_gives_every_request_up(folder):
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_retraction_at_any_step_changes_no_token(folder, expected, overlap):
     for step in (2, 3, 5):
-        engine = _Engine(tiny_engine(folder, overlap_schedule=overlap), Fault("retract", step=step))
+        engine = TurnedEngine(
+            tiny_engine(folder, overlap_schedule=overlap), Fault("retract", step=step)
+        )
         engine.submit()
         engine.finish()
         assert engine.tokens == expected
@@ -269,7 +195,9 @@ def test_retraction_at_any_step_changes_no_token(folder, expected, overlap):
 def test_nan_ends_one_request_with_an_error_and_leaves_the_others_alone(folder, expected, overlap):
     """At steps at which the spoilt page is new, half full and complete."""
     for step in range(3, 8):
-        engine = _Engine(tiny_engine(folder, overlap_schedule=overlap), Fault("nan", step=step))
+        engine = TurnedEngine(
+            tiny_engine(folder, overlap_schedule=overlap), Fault("nan", step=step)
+        )
         engine.submit()
         engine.finish()
         failed = engine.ends.pop(3)
@@ -290,12 +218,12 @@ def test_nan_ends_one_request_with_an_error_and_leaves_the_others_alone(folder, 
 
 
 def test_nan_in_the_middle_of_a_prompt_publishes_nothing_of_that_step(folder):
-    clean = _Engine(tiny_engine(folder))
+    clean = TurnedEngine(tiny_engine(folder))
     short, long = [*range(3, 66)], [*range(20, 250)]
     clean.submit([short, long])
     clean.finish(2)
     # Chunks of the long prompt end at 1, 64 and 127: the page there is the first that is not full.
-    engine = _Engine(tiny_engine(folder), Fault("nan", step=3))
+    engine = TurnedEngine(tiny_engine(folder), Fault("nan", step=3))
     engine.submit([short, long])
     engine.finish(2)
     assert engine.ends[1].finish_reason == "error"
@@ -308,8 +236,18 @@ def test_nan_in_the_middle_of_a_prompt_publishes_nothing_of_that_step(folder):
     assert engine.ends[0].num_cached_tokens == 124
 
 
+def test_nan_ends_a_request_that_asked_for_log_probabilities(folder, expected):
+    engine = TurnedEngine(tiny_engine(folder), Fault("nan", step=4))
+    engine.submit(params=msgspec.structs.replace(GREEDY, logprobs=2))
+    engine.finish()
+    assert engine.ends.pop(3).finish_reason == "error"
+    assert {end.finish_reason for end in engine.ends.values()} == {"length"}
+    del engine.tokens[3]
+    assert engine.tokens == {n: expected[n] for n in range(3)}
+
+
 def test_raise_fault_leaves_the_loop(folder):
-    engine = _Engine(tiny_engine(folder), Fault("raise", step=2))
+    engine = TurnedEngine(tiny_engine(folder), Fault("raise", step=2))
     engine.submit()
     with pytest.raises(RuntimeError, match="fault on purpose at step 2"):
         engine.finish()

@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from compiled_engine.engine import Engine
-from compiled_engine.request import Request, SamplingParams
+from compiled_engine.faults import Fault
+from compiled_engine.ipc import ClientFrame
+from compiled_engine.request import Request, SamplingParams, ThinkingBudget
+from compiled_engine.tokenizer import Tokenizer
 from tests.helpers.engines import assert_idle, run_requests, tiny_engine
+from tests.helpers.grammar_runs import run_grammars
 from tests.helpers.tiny_model import write_tiny_model
+from tests.helpers.turned_engine import TurnedEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -233,3 +239,98 @@ def test_gpu_memory_stays_below_the_ceiling(compiled, folder):
     assert made.memory.used <= made.memory.allowed
     run_requests(made, prompts_of(42, *LENGTHS), GREEDY)
     assert torch.cuda.max_memory_reserved() <= total * ceiling
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cudagraph_mode": "none"}, {"scheduler": "torch"}, {"device_loop": True}],
+    ids=["graphs", "none", "torch", "device-loop"],
+)
+def test_gpu_nan_ends_one_row_with_an_error_and_leaves_the_others_alone(folder, compiled, options):
+    engine = tiny_engine(folder, **OPTIONS, **options)
+    prompts, long = prompts_of(61, 20, 33, 50), msgspec.structs.replace(GREEDY, max_tokens=150)
+    drawn = msgspec.structs.replace(long, temperature=0.8, top_p=0.9, seed=3)
+    for params in (long, drawn):
+        expected = run_requests(compiled, prompts, params).tokens
+        fault = Fault("nan", step=engine.loop.stats.num_steps + 7)
+        answers = run_grammars(
+            engine,
+            [params] * 3,
+            prompts=prompts,
+            after_step=lambda *_, fault=fault: fault.before_step(engine.loop),
+        )
+        error = answers[2].error
+        assert error is not None
+        assert "NaN" in str(error.error)
+        assert answers[2].tokens == expected[2][: len(answers[2].tokens)]
+        assert [answer.tokens for answer in answers[:2]] == expected[:2]
+        # What it wrote was not published: the same prompts give the same answers.
+        assert run_requests(engine, prompts, params).tokens == expected
+
+
+def test_gpu_step_without_memory_for_its_graph_is_launched_without_one(folder, compiled):
+    engine = tiny_engine(folder, **OPTIONS)
+    executor = engine.loop.executor
+    biased = msgspec.structs.replace(GREEDY, logit_bias={7: 5.0})
+    prompts = prompts_of(71, 20, 40)
+    expected = run_requests(compiled, prompts, biased).tokens
+    plain = run_requests(compiled, prompts, GREEDY).tokens
+    head = executor.pieces.head
+
+    def fails_in_captures(residual: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("on purpose")
+        return head(residual)
+
+    executor.pieces.head = fails_in_captures  # type: ignore[method-assign]
+    assert run_requests(engine, prompts, biased).tokens == expected
+    assert executor._uncaptured
+    assert run_requests(engine, prompts, GREEDY).tokens == plain
+    executor.pieces.head = head  # type: ignore[method-assign]
+    assert run_requests(engine, prompts, biased).tokens == expected
+
+
+def test_gpu_out_of_memory_ends_what_asked_for_too_much(folder, compiled):
+    engine = tiny_engine(folder, **OPTIONS)
+    short = prompts_of(81, 20, 40)
+    expected = run_requests(compiled, short, GREEDY).tokens
+    turned = TurnedEngine(engine)
+    turned.submit(short)
+    for _ in range(3):
+        turned.turn()
+    # Greedy steps are replayed; the first biased one is not.
+    Fault("oom", step=engine.loop.stats.num_steps + 1).before_step(engine.loop)
+    biased = msgspec.structs.replace(GREEDY, logit_bias={7: 5.0})
+    (prompt,) = prompts_of(82, 200)
+    request = Request(request_id=9, prompt_token_ids=prompt, params=biased)
+    turned.turn(ClientFrame(submits=[request]))
+    turned.finish(3)
+    assert turned.ends.pop(9).finish_reason == "error"
+    assert [turned.tokens[i] for i in range(2)] == expected
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("options", [{}, {"device_loop": True}], ids=["graphs", "device-loop"])
+def test_gpu_thinking_budgets_are_exact(folder, compiled, options):
+    """Rows asleep under replayed steps and loops on the device, then forced, then free again."""
+    engine = tiny_engine(folder, **OPTIONS, **options)
+    tokenizer = Tokenizer.from_folder(folder)
+    closing = "</think>"
+    closing_ids = tuple(tokenizer.encode(closing, add_special_tokens=False))
+    prompts, budgets = prompts_of(91, 20, 33, 50, 7), (0, 9, 70, 300)
+    free = msgspec.structs.replace(GREEDY, max_tokens=120)
+    expected = run_requests(compiled, prompts, free).tokens
+    params = [
+        msgspec.structs.replace(
+            free,
+            thinking=ThinkingBudget(max_tokens=n, closing=closing, closing_ids=closing_ids),
+        )
+        for n in budgets
+    ]
+    for answer, plain, n in zip(
+        run_grammars(engine, params, prompts=prompts), expected, budgets, strict=True
+    ):
+        assert answer.error is None
+        assert len(answer.tokens) == 120
+        assert answer.tokens[:n] == plain[:n]
+        assert answer.tokens[n : n + len(closing_ids)] == list(closing_ids)[: max(0, 120 - n)]
