@@ -27,6 +27,7 @@ NUM_SCHEMAS = int(os.environ.get("COMPILED_ENGINE_TEST_SCHEMAS", "200"))
 BATCH = 20
 NUM_ROWS, NUM_TOKENS = 16, 48
 MIN_RATIO = 0.85
+NUM_REPEATS = 5
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +87,15 @@ def test_half_the_rows_with_grammars_keep_most_of_the_throughput(
         temperature=0.0, max_tokens=NUM_TOKENS, grammar=spec("json_schema", schema)
     )
     prompts = [chat_prompt(tokenizer, f"Write about the number {i}.") for i in range(NUM_ROWS)]
-    mixed = [bound, free] * (NUM_ROWS // 2)
-    _tokens_per_s(engine, mixed, prompts)
+    kinds = {"mixed": [bound, free] * (NUM_ROWS // 2), "plain": [free] * NUM_ROWS}
+    _tokens_per_s(engine, kinds["mixed"], prompts)
     ratios = []
-    for _ in range(3):
-        plain = _tokens_per_s(engine, [free] * NUM_ROWS, prompts)
-        ratios.append(_tokens_per_s(engine, mixed, prompts) / plain)
+    # By turns, in either order: a machine that slows down meanwhile slows both.
+    for repeat in range(NUM_REPEATS):
+        order = ("plain", "mixed") if repeat % 2 else ("mixed", "plain")
+        rates = {kind: _tokens_per_s(engine, kinds[kind], prompts) for kind in order}
+        ratios.append(rates["mixed"] / rates["plain"])
     ratio = statistics.median(ratios)
-    print(f"throughput with 8 of 16 rows under a grammar: {ratio:.3f} of that without")
+    shown = ", ".join(f"{each:.3f}" for each in sorted(ratios))
+    print(f"throughput with 8 of 16 rows under a grammar: {ratio:.3f} of that without ({shown})")
     assert ratio >= MIN_RATIO
