@@ -59,7 +59,7 @@ class StepChoice:
         self.step_times = step_times
 
     def choose(self, seen: Seen, variant: Variant) -> StepKey:
-        """The step to launch where prompts are to be computed: places for what the device could use.
+        """The step to launch where prompts wait: places for what the device could use.
 
         Rows that run get a place each, unserved prompts what they still want, waiting prompts what
         is new in them.
