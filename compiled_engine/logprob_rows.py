@@ -17,7 +17,7 @@ from compiled_engine.logprobs import NUM_TOPS, PLACE_WORDS, HostLogprobs
 from compiled_engine.outbox import COLUMN_FLAGS, COLUMN_GEN, FLAG_EMITTED
 from compiled_engine.request import Request
 from compiled_engine.scheduler.state import NO_SCORES
-from compiled_engine.step import StepKey
+from compiled_engine.step_key import StepKey
 
 
 class StepLogprobs(NamedTuple):

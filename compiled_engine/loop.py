@@ -50,8 +50,9 @@ from compiled_engine.scheduler.inbox import Inbox, InboxBuilder, MaskEntry, Subm
 from compiled_engine.scheduler.keys import salt_of
 from compiled_engine.scheduler.prefix import forget_all
 from compiled_engine.seats import Seat, SeatColumns
-from compiled_engine.step import StepExecutor, StepKey
+from compiled_engine.step import StepExecutor
 from compiled_engine.step_choice import Seen, StepChoice
+from compiled_engine.step_key import StepKey
 from compiled_engine.step_times import StepTimes
 from compiled_engine.token_batch import TokenBatch
 

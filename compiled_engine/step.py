@@ -10,7 +10,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,30 +51,10 @@ from compiled_engine.sampler import (
 from compiled_engine.scheduler.inbox import Inbox
 from compiled_engine.scheduler.plan import Plan
 from compiled_engine.scheduler.state import new_state
+from compiled_engine.step_key import StepKey
 from compiled_engine.upload import DeviceInbox, MaskUpload
 
 logger = logging.getLogger(__name__)
-
-
-class StepKey(NamedTuple):
-    """What tells one captured step from another.
-
-    A decode step (`is_mixed` false) is right for any plan too: the device decides what runs, the
-    host only what it is fastest for.
-    """
-
-    num_tokens: int
-    is_mixed: bool
-    variant: Variant
-    is_masked: bool = False  # rows with a grammar are sampled under their masks
-    num_top: int = 0  # likeliest tokens recorded with each sampled one; 0 records nothing
-    num_scored: int = 0  # prompt positions to score, at most; such steps are not captured
-    num_score_top: int = 0  # likeliest tokens recorded with each of them
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether the step makes log probabilities."""
-        return self.num_top > 0 or self.num_scored > 0
 
 
 class StepExecutor:

@@ -15,7 +15,8 @@ from compiled_engine.scheduler.advance import (
     COUNT_STEP_TOKENS,
     COUNT_WANTED_TOKENS,
 )
-from compiled_engine.step import StepExecutor, StepKey
+from compiled_engine.step import StepExecutor
+from compiled_engine.step_key import StepKey
 from compiled_engine.step_times import StepTimes
 
 

@@ -90,6 +90,7 @@ LAYERS: tuple[Layer, ...] = (
             "memory",
             "loop",
             "step_choice",
+            "step_key",
             "queue_times",
             "warmup",
             "explain",

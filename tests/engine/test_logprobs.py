@@ -15,7 +15,7 @@ from compiled_engine.engine import Engine
 from compiled_engine.errors import InvalidRequestError
 from compiled_engine.logprob_data import LOWEST_LOGPROB, finite, read_records
 from compiled_engine.request import Request, SamplingParams, validate_request
-from compiled_engine.step import StepKey
+from compiled_engine.step_key import StepKey
 from tests.helpers.engines import Run, run_requests, tiny_engine
 from tests.helpers.scheduler_cuda import CheckedPlan
 from tests.helpers.tiny_model import write_tiny_model
