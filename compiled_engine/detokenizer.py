@@ -52,6 +52,8 @@ class DetokenizerFactory:
         steps = _decoder_steps(backend)
         names = [str(step["type"]) for step in steps]
         self._is_byte_level = names == ["ByteLevel"]
+        # What tokens spell, as they come up: at most the vocabulary, once for all answers.
+        self._spelled: dict[int, bytes] = {}
         if self._is_byte_level:
             return
         _check_piecewise(steps)
@@ -64,7 +66,7 @@ class DetokenizerFactory:
         """A detokeniser for one answer; `kept_ids` stay in its text though they are special."""
         skipped = self._special_token_ids - set(kept_ids) if skip_special_tokens else frozenset()
         if self._is_byte_level:
-            return _ByteLevelDetokenizer(self._backend, skipped)
+            return _ByteLevelDetokenizer(self._backend, skipped, self._spelled)
         return _PieceDetokenizer(self._backend, skipped, self._byte_token_ids, self._anchor_id)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -84,22 +86,35 @@ class DetokenizerFactory:
 class _ByteLevelDetokenizer:
     """Concatenates the bytes that tokens spell and decodes them as UTF-8."""
 
-    def __init__(self, backend: BackendTokenizer, skipped: Collection[int]) -> None:
+    def __init__(
+        self, backend: BackendTokenizer, skipped: Collection[int], spelled: dict[int, bytes]
+    ) -> None:
         self._backend = backend
         self._skipped = skipped
+        self._spelled = spelled
         # A sequence that is not finished stays inside; a broken one becomes U+FFFD, as in the
         # tokenizer's own whole decode.
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_inside = False  # a sequence that is not finished
 
     def push(self, ids: Sequence[int]) -> str:
-        data = bytearray()
-        for token_id in ids:
-            if token_id in self._skipped:
-                continue
+        data = b"".join([self._bytes_of(token_id) for token_id in ids])
+        if data.isascii() and not self._is_inside:
+            return data.decode("ascii")
+        text = self._utf8.decode(data)
+        self._is_inside = bool(self._utf8.getstate()[0])
+        return text
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in self._skipped:
+            return b""
+        data = self._spelled.get(token_id)
+        if data is None:
             token = self._backend.id_to_token(token_id)
-            if token is not None:
-                data += _token_bytes(token)
-        return self._utf8.decode(bytes(data))
+            if token is None:
+                return b""
+            data = self._spelled[token_id] = _token_bytes(token)
+        return data
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)

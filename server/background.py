@@ -17,7 +17,7 @@ from aiohttp import web
 from compiled_engine.errors import EngineError, OverloadedError
 from compiled_engine.server.responses_protocol import ResponsesEvent
 from compiled_engine.server.responses_stream import ResponseWriter
-from compiled_engine.server.translation import event_bytes
+from compiled_engine.server.translation import encode_named_event
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Job:
 
     def _add(self, event: ResponsesEvent) -> None:
         if self.events is not None:
-            data = event_bytes(event)
+            data = encode_named_event(event)
             self.events.append(data)
             self._total.num_bytes += len(data)
             self._tell()

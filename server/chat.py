@@ -57,7 +57,8 @@ from compiled_engine.server.protocol import (
     DeltaToolCall,
     Usage,
 )
-from compiled_engine.server.sse import json_response, stream_response
+from compiled_engine.server.shortcut import Shortcut, TextTemplate
+from compiled_engine.server.sse import encode_event, json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.thinking_budget import thinking_budget, thinking_limit
 from compiled_engine.server.tool_grammar import answer_grammar
@@ -105,7 +106,9 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
             with field_called("max_tokens", "max_completion_tokens" if is_newer else "max_tokens"):
                 call = await prepare_chat(state, body, permit, request[CALLER])
         if call.sampling.stream:
-            return await stream_response(request, _chunks(state, call))
+            shortcut = Shortcut(_piece_encoder(state, call))
+            chunks = _chunks(state, call, shortcut)
+            return await stream_response(request, chunks, shortcut=shortcut)
         return json_response(await _whole(state, call))
 
 
@@ -331,10 +334,29 @@ async def _whole(state: ServerState, call: ChatCall) -> ChatResponse:
     return response
 
 
-async def _chunks(state: ServerState, call: ChatCall) -> AsyncGenerator[ChatChunk, None]:
+def _piece_encoder(state: ServerState, call: ChatCall) -> Callable[[Piece], bytes]:
+    """Encodes pieces in the middle of an answer as `_chunks` would have them sent."""
+    with_usage = call.sampling.continuous_usage
+    has_more = with_usage or call.sampling.return_token_ids or call.num_top is not None
+    empty = call.chunk([ChatChunkChoice(0, ChatDelta(content=""))], with_usage=False)
+    template = TextTemplate(encode_event(empty), "content")
+
+    def encode(piece: Piece) -> bytes:
+        if len(piece.events) == 1 and isinstance(piece.events[0], Content) and not has_more:
+            return template.fill(piece.events[0].text)
+        choices = _choices(state, call, piece)
+        chunks = (call.chunk([choice], with_usage=with_usage) for choice in choices)
+        return b"".join(map(encode_event, chunks))
+
+    return encode
+
+
+async def _chunks(
+    state: ServerState, call: ChatCall, shortcut: Shortcut
+) -> AsyncGenerator[ChatChunk, None]:
     sampling = call.sampling
     started: set[int] = set()
-    async with generate(state, call.runs, call.caller) as pieces:
+    async with generate(state, call.runs, call.caller, shortcut) as pieces:
         async for piece in pieces:
             if piece.index not in started:
                 started.add(piece.index)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from compiled_engine.errors import EngineError, EngineUnavailableError, InvalidRequestError
 from compiled_engine.logprob_data import TokenLogprob, read_records
 from compiled_engine.request import Request, TokenEvent
@@ -21,8 +23,7 @@ from compiled_engine.server.validation import Sampling
 from compiled_engine.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What one event added to one choice; the one with a finish reason is the choice's last."""
 
     index: int
@@ -225,6 +226,11 @@ class ChoiceRun:
         if self._trace is not None:
             self._trace.add_text(text)
         return self._push_text(text, out, is_last=True)
+
+    @property
+    def is_ended_by_engine(self) -> bool:
+        """Whether no text can end the answer before the engine does."""
+        return not self.request.params.stop and self._max_calls is None
 
     @property
     def has_parser(self) -> bool:

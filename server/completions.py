@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,8 @@ from compiled_engine.server.protocol import (
     CompletionResponse,
     Usage,
 )
-from compiled_engine.server.sse import json_response, stream_response
+from compiled_engine.server.shortcut import Shortcut, TextTemplate
+from compiled_engine.server.sse import encode_event, json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.validation import (
     DEFAULT_COMPLETION_TOKENS,
@@ -96,7 +97,9 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
             body = await read_request(request, CompletionRequest)
             call = await _prepare(state, body, permit, request[CALLER])
         if call.sampling.stream:
-            return await stream_response(request, _chunks(state, call))
+            shortcut = Shortcut(_piece_encoder(state, call))
+            chunks = _chunks(state, call, shortcut)
+            return await stream_response(request, chunks, shortcut=shortcut)
         return json_response(await _whole(state, call))
 
 
@@ -247,15 +250,39 @@ async def _whole(state: ServerState, call: _Call) -> CompletionResponse:
     return call.chunk(made, with_usage=True)
 
 
-async def _chunks(state: ServerState, call: _Call) -> AsyncGenerator[CompletionResponse, None]:
+def _piece_encoder(state: ServerState, call: _Call) -> Callable[[Piece], bytes]:
+    """Encodes pieces in the middle of an answer as `_chunks` would have them sent."""
+    sampling = call.sampling
+    empty = call.chunk([CompletionChoice(0, "", None)], with_usage=False)
+    template = TextTemplate(encode_event(empty), "text")
+    has_more = call.num_top is not None or call.num_prompt_top is not None
+    has_more = has_more or sampling.return_token_ids or sampling.continuous_usage
+
+    def encode(piece: Piece) -> bytes:
+        if not has_more:
+            return template.fill(piece.text) if piece.events else b""
+        choice = _choice(state, call, piece, is_first=False)
+        if not _says_something(choice):
+            return b""
+        return encode_event(call.chunk([choice], with_usage=sampling.continuous_usage))
+
+    return encode
+
+
+def _says_something(choice: CompletionChoice) -> bool:
+    has_tokens = choice.token_ids or (choice.logprobs and choice.logprobs.tokens)
+    return bool(choice.text or has_tokens or choice.finish_reason is not None)
+
+
+async def _chunks(
+    state: ServerState, call: _Call, shortcut: Shortcut
+) -> AsyncGenerator[CompletionResponse, None]:
     unsent = set(range(len(call.runs)))
     sampling = call.sampling
-    async with generate(state, call.runs, call.caller) as pieces:
+    async with generate(state, call.runs, call.caller, shortcut) as pieces:
         async for piece in pieces:
-            is_first = piece.index in unsent
-            choice = _choice(state, call, piece, is_first=is_first)
-            has_tokens = choice.token_ids or (choice.logprobs and choice.logprobs.tokens)
-            if choice.text or has_tokens or piece.finish_reason is not None:
+            choice = _choice(state, call, piece, is_first=piece.index in unsent)
+            if _says_something(choice):
                 unsent.discard(piece.index)
                 yield call.chunk([choice], with_usage=sampling.continuous_usage)
     if sampling.include_usage:

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -75,6 +75,15 @@ class TokenStream(Protocol):
 
     async def __anext__(self) -> TokenEvent:
         """Waits for the next event; a cancelled wait aborts the request."""
+        ...
+
+    def listen(self, listener: Callable[[TokenEvent], bool]) -> None:
+        """Offers each event to `listener` first, while the reader waits in `__anext__`.
+
+        Args:
+            listener: takes an event, or returns False to leave it to the reader; called where the
+                event comes in. The reader raises what it raises.
+        """
         ...
 
     async def aclose(self) -> None:
@@ -228,6 +237,11 @@ class IpcEngineClient:
         """See `EngineClient.step_age_s`."""
         silence_s = self._silence_s or 0.0
         return silence_s if silence_s > SHORT_SILENCE_S else self._status.step_age_s
+
+    @property
+    def num_unread(self) -> int:
+        """Requests whose newest tokens their reader has not taken yet."""
+        return sum(mailbox.is_unread for mailbox in self._mailboxes.values())
 
     async def start(self) -> None:
         """Binds the socket and starts the reader and the watch."""

@@ -26,7 +26,7 @@ from compiled_engine.errors import (
     InvalidRequestError,
     RequestAbortedError,
 )
-from compiled_engine.request import ModelLimits, Request, validate_request
+from compiled_engine.request import ModelLimits, Request, TokenEvent, validate_request
 from compiled_engine.server.admission import Permit
 from compiled_engine.server.calls import CALLER, Caller
 from compiled_engine.server.choice import AnswerFormat, ChoiceRun, Piece
@@ -37,6 +37,7 @@ from compiled_engine.server.protocol import (
     Usage,
 )
 from compiled_engine.server.request_stats import SequenceStats
+from compiled_engine.server.shortcut import Shortcut
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.validation import Sampling, parse_request
 
@@ -266,7 +267,10 @@ async def read_request(request: web.Request, kind: type[S]) -> S:
 
 @contextlib.asynccontextmanager
 async def generate(
-    state: ServerState, runs: Sequence[ChoiceRun], caller: Caller
+    state: ServerState,
+    runs: Sequence[ChoiceRun],
+    caller: Caller,
+    shortcut: Shortcut | None = None,
 ) -> AsyncIterator[AsyncIterator[Piece]]:
     """Submits all sequences at once; yields their merged pieces; aborts what runs at the end.
 
@@ -274,6 +278,7 @@ async def generate(
         state: the server.
         runs: from `build_runs`.
         caller: the call they belong to.
+        shortcut: may take pieces of a single sequence instead, while the reader waits for them.
 
     Raises:
         EngineUnavailableError: also out of the pieces.
@@ -295,6 +300,8 @@ async def generate(
             stream = state.engine.submit(run.request)
             state.recent.start(run.request.request_id, stats, stream)
             sources.append(_Source(run, stream, stats))
+        if shortcut is not None and len(sources) == 1 and runs[0].is_ended_by_engine:
+            sources[0].stream.listen(partial(_send, sources[0], shortcut))
         merged = _merge(sources) if len(sources) > 1 else _pieces(sources[0])
         with state.calls.listed(caller, [run.request.request_id for run in runs]):
             async with state.drain.interruptible(), contextlib.aclosing(merged) as pieces:
@@ -325,6 +332,15 @@ class _Source:
             num_tokens=self.run.num_tokens,
             num_cached_tokens=self.run.num_cached_tokens,
         )
+
+
+def _send(source: _Source, shortcut: Shortcut, event: TokenEvent) -> bool:
+    """Takes an event in the middle of an answer, if its reader keeps up."""
+    if event.finish_reason is not None or not shortcut.is_open:
+        return False
+    source.stats.take(event, source.stream.queue_s)
+    shortcut.send(source.run.feed(event))
+    return True
 
 
 async def _merge(sources: Sequence[_Source]) -> AsyncGenerator[Piece, None]:

@@ -14,6 +14,8 @@ class Mailbox:
 
     A reader slower than the engine therefore costs at most the ids of its own answer.
 
+    A listener, if there is one, is offered each event first, while the reader waits.
+
     Args:
         abort: called once by a reader that leaves before the end.
 
@@ -25,14 +27,29 @@ class Mailbox:
     def __init__(self, abort: Callable[[], None]) -> None:
         self._abort = abort
         self._pending: TokenEvent | None = None
-        self._error: EngineError | None = None
+        self._error: Exception | None = None
+        self._listener: Callable[[TokenEvent], bool] | None = None
         self.queue_s: float | None = None
         self.grammar_s: float | None = None
         self._is_over = False
+        self._is_failed = False
         self._wakeup: asyncio.Future[None] | None = None
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether there is an event that the reader has not taken."""
+        return self._pending is not None
 
     def put(self, event: TokenEvent) -> None:
         """Adds one event; called by the client's reader."""
+        if self._listener is not None and self._is_awaited:
+            try:
+                if self._listener(event):
+                    return
+            except Exception as error:  # the reader's own, so it is the one to raise it
+                self._error = error
+                self._wake()
+                return
         earlier = self._pending
         if earlier is not None:
             earlier.token_ids.extend(event.token_ids)
@@ -52,6 +69,7 @@ class Mailbox:
     def fail(self, error: EngineError) -> None:
         """Makes the reader raise `error` once it has taken what is there."""
         self._error = error
+        self._is_failed = True
         self._wake()
 
     def end(self) -> None:
@@ -59,6 +77,15 @@ class Mailbox:
         self._pending = None
         self._is_over = True
         self._wake()
+
+    def listen(self, listener: Callable[[TokenEvent], bool]) -> None:
+        """See `TokenStream.listen`."""
+        self._listener = listener
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether the reader has dealt with every event so far and waits for the next."""
+        return self._wakeup is not None and not self._wakeup.done()
 
     def _wake(self) -> None:
         if self._wakeup is not None and not self._wakeup.done():
@@ -72,7 +99,8 @@ class Mailbox:
             if self._is_over:
                 raise StopAsyncIteration
             if self._error is not None:
-                self._is_over = True
+                # After a listener's error the request still runs.
+                self._is_over = self._is_failed
                 raise self._error
             self._wakeup = asyncio.get_running_loop().create_future()
             try:

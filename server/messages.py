@@ -28,9 +28,10 @@ from compiled_engine.server.messages_protocol import (
 )
 from compiled_engine.server.messages_request import FIELD_NAMES, chat_request
 from compiled_engine.server.messages_stream import MessageWriter
+from compiled_engine.server.shortcut import Shortcut
 from compiled_engine.server.sse import json_response
 from compiled_engine.server.state import STATE, ServerState
-from compiled_engine.server.translation import fields_named, stream_events
+from compiled_engine.server.translation import encode_named_event, fields_named, stream_events
 
 
 async def create_message(request: web.Request) -> web.StreamResponse:
@@ -44,7 +45,10 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         def failure(error: EngineError) -> MessagesError:
             return messages_error(error, call.caller.request_id)
 
-        return await stream_events(request, _events(state, call), failure)
+        writer = MessageWriter(state.model_name)
+        shortcut = Shortcut(lambda piece: b"".join(map(encode_named_event, writer.take(piece))))
+        events = _events(state, call, writer, shortcut)
+        return await stream_events(request, events, failure, shortcut)
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
@@ -74,11 +78,12 @@ async def _whole(state: ServerState, call: ChatCall) -> Message:
     return writer.message
 
 
-async def _events(state: ServerState, call: ChatCall) -> AsyncGenerator[MessagesEvent, None]:
-    writer = MessageWriter(state.model_name)
+async def _events(
+    state: ServerState, call: ChatCall, writer: MessageWriter, shortcut: Shortcut
+) -> AsyncGenerator[MessagesEvent, None]:
     is_started = False
     with fields_named(FIELD_NAMES):
-        async with generate(state, call.runs, call.caller) as pieces:
+        async with generate(state, call.runs, call.caller, shortcut) as pieces:
             async for piece in pieces:
                 if not is_started:
                     is_started = True

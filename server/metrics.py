@@ -6,12 +6,20 @@ Owns the registry and the names: vLLM's where the meaning is the same, else with
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from compiled_engine.server.admission import Admission
 from compiled_engine.server.engine_client import EngineClient
@@ -42,11 +50,13 @@ class ServerMetrics:
         self._ttft_s = histogram(
             "vllm:time_to_first_token_seconds", "From request to first token.", _LONG_BUCKETS_S
         )
-        self.inter_token_s = histogram(
+        self.inter_token_s = TokenHistogram(
             "vllm:inter_token_latency_seconds",
             "Between two tokens of a sequence.",
             _SHORT_BUCKETS_S,
+            labels,
         )
+        self._registry.register(self.inter_token_s)
         self.queue_s = histogram(
             "vllm:request_queue_time_seconds", "From submit to a row of the batch.", _LONG_BUCKETS_S
         )
@@ -115,6 +125,41 @@ class ServerMetrics:
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class TokenHistogram(Collector):
+    """A histogram that is told something for every token: cheaper than prometheus_client's own.
+
+    All is done in one thread, that of the event loop.
+
+    Args:
+        name: of the family.
+        text: its help.
+        buckets: upper bounds, ascending; infinity is added.
+        labels: name -> value.
+    """
+
+    def __init__(
+        self, name: str, text: str, buckets: tuple[float, ...], labels: dict[str, str]
+    ) -> None:
+        self._name, self._text = name, text
+        self._bounds = buckets
+        self._labels = labels
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        """The family as of now."""
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        totals = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric(list(self._labels.values()), totals, self._sum)
+        yield family
 
 
 class _EngineCollector(Collector):

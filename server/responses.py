@@ -44,9 +44,15 @@ from compiled_engine.server.responses_request import (
     chat_request,
 )
 from compiled_engine.server.responses_stream import ResponseWriter, TokenLister
+from compiled_engine.server.shortcut import Shortcut
 from compiled_engine.server.sse import StreamForm, error_body, json_response, stream_response
 from compiled_engine.server.state import STATE, ServerState
-from compiled_engine.server.translation import fields_named, refuse, stream_events
+from compiled_engine.server.translation import (
+    encode_named_event,
+    fields_named,
+    refuse,
+    stream_events,
+)
 
 
 def _sent_failure(error: EngineError) -> bytes:
@@ -105,7 +111,10 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         if work.writer.response.background:
             return await _begin_background(request, work, scope.pop_all())
         if work.call.sampling.stream:
-            return await stream_events(request, _kept_events(state, work), work.writer.failed)
+            take, failed = work.writer.take, work.writer.failed
+            shortcut = Shortcut(lambda piece: b"".join(map(encode_named_event, take(piece))))
+            events = _kept_events(state, work, shortcut)
+            return await stream_events(request, events, failed, shortcut)
         async for _ in _kept_events(state, work):
             pass
         return json_response(work.writer.response)
@@ -194,11 +203,13 @@ def _text(given: TextConfig | None) -> TextConfig:
     return msgspec.structs.replace(given, format=given.format or TextFormat(type="text"))
 
 
-async def _events(state: ServerState, work: _Work) -> AsyncGenerator[ResponsesEvent, None]:
+async def _events(
+    state: ServerState, work: _Work, shortcut: Shortcut | None = None
+) -> AsyncGenerator[ResponsesEvent, None]:
     call, writer = work.call, work.writer
     is_started = False
     with fields_named(FIELD_NAMES):
-        async with generate(state, call.runs, call.caller) as pieces:
+        async with generate(state, call.runs, call.caller, shortcut) as pieces:
             async for piece in pieces:
                 if not is_started:
                     is_started = True
@@ -209,9 +220,11 @@ async def _events(state: ServerState, work: _Work) -> AsyncGenerator[ResponsesEv
     yield writer.finish(usage_of(call.runs, 1))
 
 
-async def _kept_events(state: ServerState, work: _Work) -> AsyncGenerator[ResponsesEvent, None]:
+async def _kept_events(
+    state: ServerState, work: _Work, shortcut: Shortcut | None = None
+) -> AsyncGenerator[ResponsesEvent, None]:
     """The same; the answer is stored before the client can know of it and refer to it."""
-    async with contextlib.aclosing(_events(state, work)) as events:
+    async with contextlib.aclosing(_events(state, work, shortcut)) as events:
         async for event in events:
             if work.writer.response.usage is not None:
                 work.keep()

@@ -13,10 +13,11 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from compiled_engine.errors import EngineError, OverloadedError
 from compiled_engine.server.protocol import ErrorDetail, ErrorResponse
+from compiled_engine.server.shortcut import Shortcut
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ def error_response(error: EngineError) -> web.Response:
     return json_response(error_body(error), status=error.status, headers=headers)
 
 
-def _event(value: Any) -> bytes:
+def encode_event(value: Any) -> bytes:
+    """A record as a server-sent event without a name."""
     return b"data: " + _ENCODER.encode(value) + b"\n\n"
 
 
@@ -82,8 +84,12 @@ async def stream_response(
     request: web.Request,
     chunks: AsyncGenerator[Any, None],
     form: StreamForm | None = None,
+    *,
+    shortcut: Shortcut | None = None,
 ) -> web.StreamResponse:
     """Sends chunks as they come; without a `form` as OpenAI does, with `[DONE]` at the end.
+
+    A `shortcut` is open from the first chunk to the last one.
 
     The answer starts with the first chunk, so an error before it still has its HTTP status. A later
     error becomes an event with the error object.
@@ -92,16 +98,20 @@ async def stream_response(
         EngineError: before the first chunk.
         ConnectionResetError: the client is gone, or takes nothing.
     """
-    encode, failure, closing = form or StreamForm(_event, error_body, _DONE)
+    encode, failure, closing = form or StreamForm(encode_event, error_body, _DONE)
     response = web.StreamResponse(headers=_STREAM_HEADERS)
+    if request.version >= HttpVersion11:
+        response.enable_chunked_encoding()
     async with contextlib.aclosing(chunks):
         first = await anext(chunks, None)
         await response.prepare(request)
         try:
             if first is not None:
-                await _write(response, encode(first))
+                await _write(response, encode(first), request.transport)
+            if shortcut is not None:
+                shortcut.open(request.transport, is_chunked=response.chunked)
             async for chunk in chunks:
-                await _write(response, encode(chunk))
+                await _write(response, encode(chunk), request.transport)
         except ConnectionResetError:
             raise
         except EngineError as error:
@@ -109,13 +119,24 @@ async def stream_response(
         except Exception:
             logger.exception("an answer failed inside its stream")
             await _write(response, encode(failure(EngineError("internal error"))))
+        finally:
+            if shortcut is not None:
+                shortcut.close()
     if closing:
         await _write(response, closing)
     await response.write_eof()
     return response
 
 
-async def _write(response: web.StreamResponse, data: bytes) -> None:
+async def _write(
+    response: web.StreamResponse, data: bytes, transport: asyncio.WriteTransport | None = None
+) -> None:
+    if transport is not None:
+        num_buffered = transport.get_write_buffer_size() + len(data)
+        if num_buffered <= transport.get_write_buffer_limits()[0]:
+            # There is room, so this does not wait and needs no clock.
+            await response.write(data)
+            return
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await response.write(data)

@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from compiled_engine.errors import EngineError, InvalidRequestError
+from compiled_engine.server.shortcut import Shortcut
 from compiled_engine.server.sse import StreamForm, stream_response
 
 _ENCODER = msgspec.json.Encoder()
@@ -79,6 +80,7 @@ async def stream_events(
     request: web.Request,
     events: AsyncGenerator[msgspec.Struct, None],
     failure: Callable[[EngineError], msgspec.Struct],
+    shortcut: Shortcut | None = None,
 ) -> web.StreamResponse:
     """Sends tagged records as events named by their tags; otherwise as `stream_response`.
 
@@ -86,11 +88,13 @@ async def stream_events(
         request: the call.
         events: records with a tag.
         failure: the last event of a stream that failed.
+        shortcut: made with `encode_named_event`.
     """
-    return await stream_response(request, events, StreamForm(event_bytes, failure))
+    form = StreamForm(encode_named_event, failure)
+    return await stream_response(request, events, form, shortcut=shortcut)
 
 
-def event_bytes(event: msgspec.Struct) -> bytes:
-    """A tagged record as an event of a stream, named by its tag."""
+def encode_named_event(event: msgspec.Struct) -> bytes:
+    """A record as a server-sent event that is named by the record's tag."""
     name = str(event.__struct_config__.tag).encode()
     return b"event: " + name + b"\ndata: " + _ENCODER.encode(event) + b"\n\n"

@@ -14,12 +14,24 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from compiled_engine.bench.load_config import FIRST_TOKEN_ID, LoadConfig
 from compiled_engine.bench.stats import RequestRecord
 from compiled_engine.errors import ConfigError
 
 _MAX_ERROR_CHARS = 200
+
+
+class _Chunk(msgspec.Struct):
+    """What is looked at in a chunk of a stream."""
+
+    choices: list[msgspec.Raw] = []
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
 
 
 def make_prompts(config: LoadConfig) -> list[list[int]]:
@@ -120,7 +132,7 @@ async def _send(
                 answer = await response.json()
                 record.chunk_times_s.append(time.perf_counter())
                 _take_usage(record, answer.get("usage"))
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, msgspec.MsgspecError) as error:
         record.error = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
     record.end_s = time.perf_counter()
     if record.error is None and record.num_output_tokens != config.output_len:
@@ -130,23 +142,31 @@ async def _send(
 
 async def _read_stream(response: aiohttp.ClientResponse, record: RequestRecord) -> None:
     """Notes the arrival of each chunk with a choice; the server sends none without a token."""
-    is_done = False
-    async for line in response.content:
-        data = line.strip().removeprefix(b"data: ")
-        if not data:
-            continue
-        if data == b"[DONE]":
-            is_done = True
-            break
-        chunk = json.loads(data)
-        if "error" in chunk:
-            record.error = str(chunk["error"].get("message", chunk["error"]))[:_MAX_ERROR_CHARS]
-            return
-        if chunk.get("choices"):
-            record.chunk_times_s.append(time.perf_counter())
-        _take_usage(record, chunk.get("usage"))
-    if not is_done:
-        record.error = "the stream broke off before [DONE]"
+    rest = b""
+    async for data in response.content.iter_any():
+        now_s = time.perf_counter()
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if _take_line(line.strip().removeprefix(b"data: "), record, now_s):
+                return
+    record.error = "the stream broke off before [DONE]"
+
+
+def _take_line(line: bytes, record: RequestRecord, now_s: float) -> bool:
+    """Takes one line of a stream, without its prefix; returns whether it was the last one."""
+    if not line:
+        return False
+    if line == b"[DONE]":
+        return True
+    chunk = _CHUNK.decode(line)
+    if chunk.error is not None:
+        shown = chunk.error.get("message") if isinstance(chunk.error, dict) else None
+        record.error = str(shown or chunk.error)[:_MAX_ERROR_CHARS]
+        return True
+    if chunk.choices:
+        record.chunk_times_s.append(now_s)
+    _take_usage(record, chunk.usage)
+    return False
 
 
 def _take_usage(record: RequestRecord, usage: dict[str, Any] | None) -> None:

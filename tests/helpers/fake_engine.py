@@ -252,6 +252,7 @@ class _FakeStream:
         self._num_left = request.params.max_tokens or engine.limits.max_model_len - len(
             request.prompt_token_ids
         )
+        self._listener: Callable[[TokenEvent], bool] | None = None
         self.broken = asyncio.Event()
         self.error: EngineError | None = None
         self.queue_s = 0.001
@@ -260,7 +261,16 @@ class _FakeStream:
     def __aiter__(self) -> _FakeStream:
         return self
 
+    def listen(self, listener: Callable[[TokenEvent], bool]) -> None:
+        self._listener = listener
+
     async def __anext__(self) -> TokenEvent:
+        while True:
+            event = await self._event()
+            if not (self._listener is not None and self._listener(event)):
+                return event
+
+    async def _event(self) -> TokenEvent:
         try:
             await asyncio.wait_for(self.broken.wait(), self._engine.delay_s or 0.0001)
         except TimeoutError:
