@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -91,6 +92,7 @@ async def _emit(endpoint: str, client: IpcEngineClient, engine: InstantEngine) -
 def main() -> None:
     """See the module."""
     port, model, tokens, *paced = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO)
     given = json.loads(Path(tokens).read_text())
     endpoint = new_endpoint()
     child = _Child(endpoint, tokens, *paced) if paced else None

@@ -36,6 +36,8 @@ class Piece(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """Text of the answer."""
+        if len(self.events) == 1 and isinstance(self.events[0], Content):
+            return self.events[0].text
         return "".join(event.text for event in self.events if isinstance(event, Content))
 
 

@@ -154,6 +154,8 @@ class FakeEngine:
         num_tokens_sent: tokens of all events that were read.
         controls: actions asked for, with their options.
         refusal: what `control` is refused with.
+        offers_events: streams offer their events to a listener first, as the real ones do.
+        num_listened: events that a listener took.
     """
 
     def __init__(
@@ -178,6 +180,8 @@ class FakeEngine:
         self.refusal: EngineError | None = None
         self.step_age_s = 0.0
         self.is_closed = False
+        self.offers_events = True
+        self.num_listened = 0
         self.status = EngineStatus(
             phase="ready" if limits else "loading",
             limits=limits,
@@ -267,8 +271,11 @@ class _FakeStream:
     async def __anext__(self) -> TokenEvent:
         while True:
             event = await self._event()
-            if not (self._listener is not None and self._listener(event)):
+            if self._listener is None or not self._engine.offers_events:
                 return event
+            if not self._listener(event):
+                return event
+            self._engine.num_listened += 1
 
     async def _event(self) -> TokenEvent:
         try:
