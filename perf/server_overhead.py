@@ -50,6 +50,7 @@ NUM_TOKEN_IDS = 10_000
 START_TIMEOUT_S = 180.0
 # Steps of a stream's beginning, while others are still admitted.
 NUM_FIRST_STEPS = 20
+MIN_CLEAR_SHARE = 0.9
 
 Note = Callable[[str], None]
 
@@ -86,7 +87,7 @@ class ServerProcess:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._name = name
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         self._process = subprocess.Popen(
             [part.format(port=port) for part in command],
             stdout=self._log,
@@ -256,11 +257,13 @@ def _rows(num_streams: int, rates: dict[str, list[float]]) -> list[Measured]:
 def _delay(options: Options, ours: Sequence[str], log: Path, note: Note) -> list[Measured]:
     medians, tails = [], []
     for repeat in range(options.num_repeats + 1):
-        with ServerProcess("ours", [*ours, str(STEP_MS), str(log)]) as server, server.turn():
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                receipts = runner.run(
-                    read_streams(server.port, DELAY_STREAMS, INPUT_LEN, options.output_len)
-                )
+        with (
+            ServerProcess("ours", [*ours, str(STEP_MS), str(log)]) as server,
+            server.turn(),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            reading = read_streams(server.port, DELAY_STREAMS, INPUT_LEN, options.output_len)
+            receipts = runner.run(reading)
         delays = delays_ms(json.loads(log.read_text()), receipts)
         note(f"from engine to client: {statistics.median(delays):.2f} ms at the median")
         if repeat:
@@ -280,13 +283,15 @@ def delays_ms(sent: dict[str, list[float]], receipts: Receipts) -> list[float]:
         receipts: first token of the prompt -> times at which its chunks were complete.
 
     Raises:
-        SystemExit: tokens came together, so that chunks cannot be told apart.
+        SystemExit: tokens came together in so many streams that the rest says little.
     """
     delays = []
-    for name, received in receipts.items():
+    # Where tokens came together, chunks cannot be told apart.
+    clear = {name: times for name, times in receipts.items() if len(times) == len(sent[str(name)])}
+    if len(clear) < MIN_CLEAR_SHARE * len(receipts):
+        raise SystemExit(f"in {len(receipts) - len(clear)} streams tokens came together")
+    for name, received in clear.items():
         given = sent[str(name)]
-        if len(given) != len(received):
-            raise SystemExit(f"{len(given)} tokens came in {len(received)} chunks")
         pairs = list(zip(given, received, strict=True))[NUM_FIRST_STEPS:]
         delays += [(there - here) * 1e3 for here, there in pairs]
     return delays

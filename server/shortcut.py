@@ -76,7 +76,8 @@ class TextTemplate:
         # Inside a JSON string the quotes would be escaped.
         mark = f'"{field}":""'.encode()
         head, found, tail = record.partition(mark)
-        assert found and mark not in tail, (record, field)
+        assert found, (record, field)
+        assert mark not in tail, (record, field)
         self._head = head + mark[:-2]
         self._tail = tail
 
