@@ -17,14 +17,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from perf import cpu_vs_peers, device_parity, gpu_step, op_bench, server_overhead
+from perf import cpu_vs_peers, device_parity, gpu_step, op_bench, overload, server_overhead
 from perf.machine import commit, environment, idle_percent, machine_name
 from perf.report import compare_runs, report, show, write_markdown
 from perf.rows import ROOT, Outcome, Row, newest_run, read_expectations, read_rows, write_rows
 
 SCENARIOS: dict[str, Any] = {
     module.NAME: module
-    for module in (cpu_vs_peers, device_parity, gpu_step, op_bench, server_overhead)
+    for module in (cpu_vs_peers, device_parity, gpu_step, op_bench, overload, server_overhead)
 }
 
 

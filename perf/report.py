@@ -28,6 +28,7 @@ gave too little is void.
 | `python -m perf run gpu_step` | an 8B shape on a GPU, all rows of a report in 8 minutes |
 | `python -m perf run gpu_step --only decode,itl` | parts of it |
 | `python -m perf run op_bench` | op families against their candidates and the device's ceilings |
+| `python -m perf run overload` | three times the requests that the server can answer |
 | `python -m perf run server_overhead` | the server before an instant engine, and vLLM's |
 | `python -m perf check gpu_step` | exit code 1 if the newest run breaks `perf/expected.json` |
 | `python -m perf compare RUN RUN` | two runs side by side |

@@ -14,20 +14,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import uvloop
 
@@ -39,6 +32,7 @@ from compiled_engine.models.source import resolve_model
 from compiled_engine.tokenizer import Tokenizer
 from perf.receipts import Receipts, read_streams
 from perf.rows import Measured, Outcome
+from perf.servers import ServerProcess
 
 NAME = "server_overhead"
 STREAMS = (64, 256)
@@ -47,7 +41,7 @@ STEP_MS = 20.0
 INPUT_LEN = 16
 MAX_MODEL_LEN = 2048
 NUM_TOKEN_IDS = 10_000
-START_TIMEOUT_S = 180.0
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 # Steps of a stream's beginning, while others are still admitted.
 NUM_FIRST_STEPS = 20
 MIN_CLEAR_SHARE = 0.9
@@ -70,112 +64,6 @@ class Options:
     vllm_python: str | None = None
     num_repeats: int = 5
     output_len: int = 512
-
-
-class ServerProcess:
-    """A server on the first processor, stopped while it is not its turn.
-
-    Args:
-        name: for messages.
-        command: the port stands in it as `{port}`.
-    """
-
-    def __init__(self, name: str, command: Sequence[str]) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
-        self._name = name
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
-        self._process = subprocess.Popen(
-            [part.format(port=port) for part in command],
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
-            preexec_fn=lambda: os.sched_setaffinity(0, {0}),
-        )
-
-    def __enter__(self) -> ServerProcess:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._is_up():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self._log.seek(0)
-                text = self._log.read().decode(errors="replace")
-                raise SystemExit(f"the server {self._name} did not start:\n{text[-4000:]}")
-            time.sleep(0.2)
-        self._signal(signal.SIGSTOP)
-        return self
-
-    def _is_up(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=2):
-                pass
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._signal(signal.SIGCONT)
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Lets it run during the block."""
-        self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: int) -> None:
-        os.killpg(self._process.pid, number)
-
-    @property
-    def processor_s(self) -> float:
-        """Processor time of its process so far, kernel included."""
-        stat = Path(f"/proc/{self._process.pid}/stat").read_text()
-        fields = stat.rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def tokens_per_processor_s(self, num_streams: int, output_len: int) -> float:
-        """All streams at once.
-
-        Raises:
-            SystemExit: a request failed, or tokens came together.
-        """
-        config = LoadConfig(
-            url=self.url,
-            num_requests=num_streams,
-            concurrency=num_streams,
-            input_len=INPUT_LEN,
-            output_len=output_len,
-            vocab_size=NUM_TOKEN_IDS,
-        )
-        with self.turn():
-            start_s = self.processor_s
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                records = runner.run(run_load(config))
-            taken_s = self.processor_s - start_s
-        for record in records:
-            if record.error is not None or len(record.chunk_times_s) != output_len:
-                raise SystemExit(
-                    f"{self._name}: {record.error or 'a chunk held more than one token'}"
-                )
-        return num_streams * output_len / taken_s
 
 
 def run(options: Options, note: Note) -> Outcome:
@@ -221,6 +109,10 @@ def _vllm(options: Options, folder: Path, tokens: Path) -> list[str] | None:
     return [options.vllm_python, str(script), str(tokens), *flags]
 
 
+def _server(name: str, command: Sequence[str]) -> ServerProcess:
+    return ServerProcess(name, command, processors={0}, environment=ENVIRONMENT)
+
+
 def _throughput(
     options: Options, ours: Sequence[str], vllm: Sequence[str] | None, note: Note
 ) -> list[Measured]:
@@ -230,12 +122,13 @@ def _throughput(
         servers = {}
         for name, command in commands.items():
             note(f"starting {name}")
-            servers[name] = stack.enter_context(ServerProcess(name, command))
+            servers[name] = stack.enter_context(_server(name, command))
+            servers[name].pause()
         for num_streams in STREAMS:
             rates: dict[str, list[float]] = {name: [] for name in servers}
             for repeat in range(options.num_repeats + 1):
                 for name, server in servers.items():
-                    rate = server.tokens_per_processor_s(num_streams, options.output_len)
+                    rate = tokens_per_processor_s(server, num_streams, options.output_len)
                     note(f"{num_streams} streams, {name}: {rate:.0f} tokens for each second")
                     if repeat:
                         rates[name].append(rate)
@@ -254,12 +147,36 @@ def _rows(num_streams: int, rates: dict[str, list[float]]) -> list[Measured]:
     return rows
 
 
+def tokens_per_processor_s(server: ServerProcess, num_streams: int, output_len: int) -> float:
+    """All streams at once.
+
+    Raises:
+        SystemExit: a request failed, or tokens came together.
+    """
+    config = LoadConfig(
+        url=server.url,
+        num_requests=num_streams,
+        concurrency=num_streams,
+        input_len=INPUT_LEN,
+        output_len=output_len,
+        vocab_size=NUM_TOKEN_IDS,
+    )
+    with server.turn():
+        start_s = server.processor_s
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            records = runner.run(run_load(config))
+        taken_s = server.processor_s - start_s
+    for record in records:
+        if record.error is not None or len(record.chunk_times_s) != output_len:
+            raise SystemExit(f"{server.name}: {record.error or 'a chunk held more than one token'}")
+    return num_streams * output_len / taken_s
+
+
 def _delay(options: Options, ours: Sequence[str], log: Path, note: Note) -> list[Measured]:
     medians, tails = [], []
     for repeat in range(options.num_repeats + 1):
         with (
-            ServerProcess("ours", [*ours, str(STEP_MS), str(log)]) as server,
-            server.turn(),
+            _server("ours", [*ours, str(STEP_MS), str(log)]) as server,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             reading = read_streams(server.port, DELAY_STREAMS, INPUT_LEN, options.output_len)
