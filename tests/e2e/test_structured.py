@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -16,6 +17,7 @@ from compiled_engine.models.source import DEFAULT_MODEL
 from compiled_engine.request import SamplingParams
 from compiled_engine.server.schema_check import check_schema
 from compiled_engine.tokenizer import Tokenizer
+from tests.helpers import bfcl
 from tests.helpers.engines import tiny_engine
 from tests.helpers.grammar_runs import Answer, run_grammars, spec
 from tests.helpers.questions import chat_prompt
@@ -23,8 +25,10 @@ from tests.helpers.schemas import random_schema
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_SCHEMAS = int(os.environ.get("COMPILED_ENGINE_TEST_SCHEMAS", "200"))
+# Generated ones, and as many parameters of tools.
+NUM_SCHEMAS = int(os.environ.get("COMPILED_ENGINE_TEST_SCHEMAS", "100"))
 BATCH = 20
+MAX_TOKENS = 600
 NUM_ROWS, NUM_TOKENS = 16, 48
 MIN_RATIO = 0.85
 NUM_REPEATS = 5
@@ -45,21 +49,39 @@ def test_answers_validate_against_their_schemas(
     engine: Engine, tokenizer: Tokenizer, first: int
 ) -> None:
     schemas = [random_schema(seed) for seed in range(first, min(first + BATCH, NUM_SCHEMAS))]
+    asked = [f"Fill in this JSON: {', '.join(schema['properties'])}" for schema in schemas]
+    _check_answers(engine, tokenizer, schemas, asked, first)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SCHEMAS, BATCH))
+def test_arguments_validate_against_the_schemas_of_tools(
+    engine: Engine, tokenizer: Tokenizer, first: int
+) -> None:
+    chosen = bfcl.tools(NUM_SCHEMAS)[first : first + BATCH]
+    asked = [f"{tool.question}\nCall {tool.name} with JSON arguments." for tool in chosen]
+    _check_answers(engine, tokenizer, [tool.schema for tool in chosen], asked, first)
+
+
+def _check_answers(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    schemas: list[dict[str, Any]],
+    asked: list[str],
+    seed: int,
+) -> None:
+    """Every answer ends by itself and is an instance of its schema."""
     for schema in schemas:
         check_schema(schema, "schema")
     params = [
         SamplingParams(
             temperature=0.0 if i % 2 else 0.8,
-            seed=first + i,
-            max_tokens=400,
+            seed=seed + i,
+            max_tokens=MAX_TOKENS,
             grammar=spec("json_schema", schema),
         )
         for i, schema in enumerate(schemas)
     ]
-    prompts = [
-        chat_prompt(tokenizer, f"Fill in this JSON: {', '.join(schema['properties'])}")
-        for schema in schemas
-    ]
+    prompts = [chat_prompt(tokenizer, question) for question in asked]
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     for schema, answer in zip(schemas, run_grammars(engine, params, prompts=prompts), strict=True):
         assert answer.error is None, (schema, answer.error)
