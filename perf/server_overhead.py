@@ -110,7 +110,10 @@ def _vllm(options: Options, folder: Path, tokens: Path) -> list[str] | None:
 
 
 def _server(name: str, command: Sequence[str]) -> ServerProcess:
-    return ServerProcess(name, command, processors={0}, environment=ENVIRONMENT)
+    ready_path = "/ready" if name == "ours" else "/health"
+    return ServerProcess(
+        name, command, processors={0}, environment=ENVIRONMENT, ready_path=ready_path
+    )
 
 
 def _throughput(

@@ -69,6 +69,7 @@ class ServerProcess:
                 self._end()
                 self._log.seek(0)
                 text = self._log.read().decode(errors="replace")
+                self._log.close()
                 raise SystemExit(f"the server {self.name} did not start:\n{text[-4000:]}")
             time.sleep(0.2)
         return self
