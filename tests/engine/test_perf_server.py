@@ -96,10 +96,13 @@ def test_tokens_of_a_paced_engine_arrive_after_they_were_sent(command, tmp_path:
         receipts = asyncio.run(read_streams(server.port, 3, 4, 60))
     assert receipts.keys() == {FIRST_TOKEN_ID + i for i in range(3)}
     sent = json.loads(log.read_text())
-    assert all(len(times) == 60 for times in sent.values())
-    delays = delays_ms(sent, receipts)
-    assert len(delays) == 120
-    assert 0 < min(delays) < 200
+    for name, received in receipts.items():
+        given = sent[str(name)]
+        assert len(given) == 60
+        assert 10 < len(received) <= 60  # a busy machine may bring the first ones together
+        assert received == sorted(received)
+        assert given[0] < received[0] < given[0] + 30
+        assert given[-1] < received[-1] < given[-1] + 30
 
 
 def test_a_server_that_does_not_start_shows_what_it_wrote():
