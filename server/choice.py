@@ -163,7 +163,9 @@ class ChoiceRun:
         self.is_finished = is_ended or event.finish_reason is not None
         stop_reason = self._matched if is_ended else self._stop_token(event)
         finish = self._finish_reason(event, is_ended=is_ended) if self.is_finished else None
-        events = merged(out)
+        # Most events come to one piece of text, with nothing to merge.
+        is_text = len(out) == 1 and isinstance(out[0], Content) and bool(out[0].text)
+        events = out if is_text else merged(out)
         listed = self._listed(events)
         return Piece(self.index, events, finish, stop_reason, token_ids, listed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -42,11 +42,8 @@ class CallEnd(msgspec.Struct, frozen=True):
 Event = Reasoning | Content | CallStart | CallArguments | CallEnd
 
 
-def merged(events: Sequence[Event]) -> list[Event]:
+def merged(events: Iterable[Event]) -> list[Event]:
     """The same events with neighbours of one kind joined and empty text left out."""
-    if len(events) == 1 and isinstance(events[0], Content):
-        # What nearly every token of every answer comes to.
-        return list(events) if events[0].text else []
     result: list[Event] = []
     run: list[str] = []
     for event in events:

@@ -28,12 +28,19 @@ CHAT = {"messages": USER}
 NATIVE = {"text": "hi", "sampling_params": {"max_new_tokens": 200}}
 MESSAGES = {"messages": USER, "max_tokens": 300}
 WITH_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+WITH_IDS = {"return_token_ids": True}
+WITH_LOGPROBS = {"include": ["message.output_text.logprobs"]}
 
 # Route, body, answer, whether the short way may be used.
 CASES = [
     ("/v1/completions", {"prompt": "a", "max_tokens": 300}, TEXT, True),
     ("/v1/completions", {"prompt": "a", "max_tokens": 300, **WITH_USAGE}, TEXT, True),
     ("/v1/completions", {"prompt": "a", "max_tokens": 300, "echo": True}, TEXT, True),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 300, **WITH_IDS}, TEXT, True),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 300, "logprobs": 2}, TEXT, True),
+    ("/v1/chat/completions", {**CHAT, **WITH_IDS}, THOUGHT, True),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, TEXT, True),
+    ("/v1/responses", {"input": "hi", "top_logprobs": 2, **WITH_LOGPROBS}, TEXT, True),
     ("/v1/completions", {"prompt": "a", "max_tokens": 300, "stop": ["und"]}, TEXT, False),
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 30}, TEXT, False),
     ("/v1/chat/completions", CHAT, TEXT, True),
@@ -46,7 +53,7 @@ CASES = [
     ("/generate", NATIVE, TEXT, False),  # each chunk holds all of the text
 ]
 IDS = re.compile(r"\b(cmpl|chatcmpl|call|msg|resp|rs|fc|toolu)_?-?[0-9a-f]{16,}|\b[0-9a-f]{32}\b")
-TIMES = re.compile(r'"(created|created_at|e2e_latency)":[0-9.e-]+')
+TIMES = re.compile(r'"(created|\w+_at|e2e_latency)":[0-9.e-]+')
 
 
 def _body(path: str, body: dict[str, Any], answer: str, *, is_short: bool) -> tuple[str, int]:
@@ -89,8 +96,9 @@ def test_a_template_fills_in_what_the_encoder_would_write():
 
 
 def test_the_short_way_knows_every_field_of_a_piece():
-    # Templates of the middle of an answer hold its text only: a new field must be looked at there.
-    assert Piece.__struct_fields__ == ("index", "events", "finish_reason", "stop_reason")
+    # Templates hold a text only: calls that ask for more must not use them.
+    known = ("index", "events", "finish_reason", "stop_reason", "token_ids", "logprobs")
+    assert Piece.__struct_fields__ == known
 
 
 def test_an_error_on_the_short_way_ends_the_stream_and_aborts(monkeypatch):
