@@ -25,7 +25,7 @@ import msgspec
 
 from compiled_engine.errors import InvalidRequestError
 from compiled_engine.grammar_compiler import (
-    TIME_LIMIT_S,
+    WALL_LIMIT_S,
     Compiler,
     TokenTable,
     Trial,
@@ -145,7 +145,8 @@ class GrammarService:
                 self._trials = TrialProcess(self._vocabularies)
             if self._compiler is None:
                 self._compiler = Compiler(self._vocabularies)
-                self._trials.run(GrammarSpec("json_object"))  # waits until it has started
+                # Waits until it has started.
+                self._trials.run(GrammarSpec("json_object"), START_LIMIT_S + WALL_LIMIT_S)
                 self._loaded_at = time.monotonic()
             return self._compiler, self._trials
 
@@ -206,14 +207,14 @@ class TrialProcess:
         """Whether it can be asked."""
         return self._process.poll() is None
 
-    def run(self, spec: GrammarSpec) -> str | None:
-        """Why the grammar is refused, or None. Blocks for at most the limits of time."""
+    def run(self, spec: GrammarSpec, limit_s: float = 2 * WALL_LIMIT_S) -> str | None:
+        """Why the grammar is refused, or None. Blocks for at most `limit_s`."""
         trial = Trial(next(self._numbers), spec)
         future: Future[str | None] = Future()
         self._waiting[trial.number] = future
         try:
             self._write(msgspec.json.encode(trial))
-            return future.result(START_LIMIT_S + 2 * TIME_LIMIT_S)
+            return future.result(limit_s)
         except (OSError, TimeoutError):
             self._end()
             return "the process that compiles grammars has ended; try again"

@@ -6,20 +6,23 @@ import itertools
 import json
 import random
 import re
+import select
 import time
 from datetime import datetime
 
 import jsonschema
+import numpy as np
 import pytest
 
-from compiled_engine import grammar_rows
+from compiled_engine import grammar_compiler, grammar_rows
 from compiled_engine.engine import Engine
 from compiled_engine.errors import InvalidRequestError
 from compiled_engine.grammar import GrammarService, TrialProcess
 from compiled_engine.grammar_compiler import (
     MAX_WHITESPACE,
     STRICT_FORMATS,
-    TIME_LIMIT_S,
+    WALL_LIMIT_S,
+    Trial,
     strict_formats,
 )
 from compiled_engine.request import MAX_GRAMMAR_CHARS, GrammarSpec, Request, SamplingParams
@@ -161,11 +164,48 @@ def test_a_grammar_that_compiles_for_ever_is_given_up_while_others_run(simple):
     long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     params = [drawn(spec("json_schema", heavy)), drawn(spec("json_schema", deep)), long]
     answers = run_grammars(simple, params)
-    assert time.monotonic() - start < 3 * TIME_LIMIT_S
+    assert time.monotonic() - start < 2 * WALL_LIMIT_S
     for answer in answers[:2]:
         assert "too complex" in answer.error.error
         assert answer.error.is_refusal
     assert len(answers[2].tokens) == 200
+
+
+class _Waiting:
+    """Stands for the compiler: waits, or works, for as many seconds as the text says."""
+
+    memory_size_bytes = 0
+
+    def compile(self, given):
+        seconds = float(given.text)
+        time.sleep(max(0.0, seconds))
+        while seconds < 0:
+            pass
+        return self
+
+    def new_mask(self):
+        return np.ones(1)
+
+    def new_matcher(self, compiled):
+        return self
+
+    def fill_next_token_bitmask(self, mask, index):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_time_is_the_processors_so_that_a_busy_machine_refuses_nobody(monkeypatch):
+    monkeypatch.setattr(grammar_compiler, "TIME_LIMIT_S", 1)
+    forks = grammar_compiler._Forks(_Waiting())
+    for number, seconds in enumerate(("1.3", "-1")):
+        forks.start(Trial(number, spec("regex", seconds)))
+    verdicts = {}
+    while forks.pipes:
+        ready, _, _ = select.select(forks.pipes, [], [], forks.timeout_s())
+        found = [forks.read(pipe) for pipe in ready]
+        verdicts |= {verdict.number: verdict.error for verdict in found if verdict is not None}
+    assert verdicts[0] is None
+    assert "too complex" in verdicts[1]
 
 
 def test_end_is_forced_and_length_still_ends(simple, tokenizer):
