@@ -26,7 +26,7 @@ MAX_GRAMMAR_CHARS = 128 * 1024
 MAX_CLOSING_TOKENS = 64
 MAX_LOGPROBS = 20
 # Of one prompt: entries of all its positions together, the token's own included.
-MAX_PROMPT_LOGPROB_ENTRIES = 1 << 20
+MAX_PROMPT_LOGPROB_ENTRIES = 1 << 18
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 PRIORITY_MIN, PRIORITY_MAX = -(2**15), 2**15 - 1
 

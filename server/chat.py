@@ -329,8 +329,10 @@ async def _whole(state: ServerState, call: ChatCall) -> ChatResponse:
     if call.sampling.return_token_ids:
         response.prompt_token_ids = run.request.prompt_token_ids
     if call.num_prompt_top is not None:
-        make = partial(prompt_logprobs, state.tokenizer, run.prompt_records, call.num_prompt_top)
-        response.prompt_logprobs = await state.in_text_pool(make)
+        num_top = call.num_prompt_top
+        response.prompt_logprobs = await state.in_text_pool(
+            lambda: prompt_logprobs(state.tokenizer, run.prompt_records(), num_top)
+        )
     return response
 
 

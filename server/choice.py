@@ -88,7 +88,6 @@ class ChoiceRun:
         cache_key: the client's `prompt_cache_key`.
         token_ids: the generated tokens that `num_tokens` counts.
         records: log probabilities of `token_ids`, if they were asked for.
-        prompt_records: those of the prompt behind the position they were asked from.
         is_finished: whether the last piece was made.
     """
 
@@ -111,7 +110,7 @@ class ChoiceRun:
         self.cache_key = sampling.cache_key
         self.token_ids: list[int] = []
         self.records: list[TokenLogprob] = []
-        self.prompt_records: list[TokenLogprob] = []
+        self._prompt_data = b""
         self.is_finished = False
         self._is_prompt_only = sampling.is_prompt_only
         self._trace = None
@@ -146,7 +145,7 @@ class ChoiceRun:
         if event.finish_reason == "abort":
             raise EngineUnavailableError(event.error or "the engine gave the request up")
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
-        self._take_prompt(event)
+        self._prompt_data += event.prompt_logprobs
         if self._is_prompt_only:
             self.is_finished = event.finish_reason is not None
             return Piece(self.index, [], "length" if self.is_finished else None)
@@ -169,13 +168,14 @@ class ChoiceRun:
         listed = self._listed(events)
         return Piece(self.index, events, finish, stop_reason, token_ids, listed)
 
-    def _take_prompt(self, event: TokenEvent) -> None:
-        if event.prompt_logprobs:
-            params = self.request.params
-            scored = self.request.prompt_token_ids[params.logprob_start + 1 :]
-            self.prompt_records = read_records(
-                event.prompt_logprobs, scored, params.prompt_logprobs or 0
-            )
+    def prompt_records(self) -> list[TokenLogprob]:
+        """Log probabilities of the prompt behind the position they were asked from.
+
+        There once the first piece is; reading those of a long prompt takes a while.
+        """
+        params = self.request.params
+        scored = self.request.prompt_token_ids[params.logprob_start + 1 :]
+        return read_records(self._prompt_data, scored, params.prompt_logprobs or 0)
 
     def _records(self, event: TokenEvent) -> list[TokenLogprob]:
         num_top = self.request.params.logprobs

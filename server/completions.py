@@ -208,7 +208,7 @@ def _listed(state: ServerState, call: _Call, piece: Piece, *, is_first: bool) ->
     echo, run = call.echoes[piece.index], call.runs[piece.index]
     tokens: list[tuple[int, TokenLogprob | None, int]] = []
     if is_first and echo.offsets:
-        records = [None, *run.prompt_records]
+        records = [None, *run.prompt_records()]
         tokens += zip(run.request.prompt_token_ids, records, echo.offsets, strict=True)
     begin = len(echo.text)
     tokens += [(t.record.token_id, t.record, begin + t.offset) for t in piece.logprobs]
@@ -231,7 +231,7 @@ def _choice(state: ServerState, call: _Call, piece: Piece, *, is_first: bool) ->
             choice.prompt_token_ids = run.request.prompt_token_ids
     if call.num_prompt_top is not None:
         choice.prompt_logprobs = prompt_logprobs(
-            state.tokenizer, run.prompt_records, call.num_prompt_top
+            state.tokenizer, run.prompt_records(), call.num_prompt_top
         )
     return choice
 
@@ -281,7 +281,10 @@ async def _chunks(
     sampling = call.sampling
     async with generate(state, call.runs, call.caller, shortcut) as pieces:
         async for piece in pieces:
-            choice = _choice(state, call, piece, is_first=piece.index in unsent)
+            is_first = piece.index in unsent
+            make = partial(_choice, state, call, piece, is_first=is_first)
+            is_long = is_first and call.echoes[piece.index].offsets
+            choice = await state.in_text_pool(make) if is_long else make()
             if _says_something(choice):
                 unsent.discard(piece.index)
                 yield call.chunk([choice], with_usage=sampling.continuous_usage)

@@ -304,9 +304,10 @@ def _add_logprobs(state: ServerState, call: _Call, run: ChoiceRun, meta: NativeM
 
 
 def _add_prompt_logprobs(state: ServerState, call: _Call, run: ChoiceRun, meta: NativeMeta) -> None:
-    entry, params, records = partial(_entry, state, call), run.request.params, run.prompt_records
+    entry, params = partial(_entry, state, call), run.request.params
     if params.prompt_logprobs is None:
         return
+    records = run.prompt_records()
     first = entry(run.request.prompt_token_ids[params.logprob_start], None)
     meta.input_token_logprobs = [first, *(entry(r.token_id, r.logprob) for r in records)]
     if call.num_top:
@@ -321,7 +322,9 @@ async def _answers(state: ServerState, call: _Call) -> AsyncGenerator[NativeAnsw
             texts[piece.index] += piece.text
             is_first = piece.index in unstarted
             unstarted.discard(piece.index)
-            yield _answer(state, call, texts[piece.index], piece, is_first=is_first)
+            make = partial(_answer, state, call, texts[piece.index], piece, is_first=is_first)
+            is_long = call.sampling.params.prompt_logprobs is not None
+            yield await state.in_text_pool(make) if is_long else make()
 
 
 async def _whole(state: ServerState, call: _Call) -> list[NativeAnswer] | NativeAnswer:
