@@ -123,7 +123,24 @@ class MmaConfig:
     stagger: int = 0
 
 
-Config = RowConfig | TileConfig | HopperConfig | MmaConfig
+@dataclass(frozen=True)
+class WideConfig:
+    """Sizes of the kernel in `gemm_wide`.
+
+    Attributes:
+        warpgroups: that multiply, each 64 rows of the weight: the rows of a tile.
+        slabs: of 64 columns, copied at a time.
+        split: blocks of threads that divide the columns of a tile.
+        share: blocks of threads that get x together, of different tiles.
+    """
+
+    warpgroups: int
+    slabs: int
+    split: int = 1
+    share: int = 1
+
+
+Config = RowConfig | TileConfig | HopperConfig | MmaConfig | WideConfig
 
 # Tiles of which one kernel may have a counter.
 MAX_SPLIT_TILES = 65536

@@ -1,4 +1,4 @@
-// The machine of csrc/gemm_chain for a CPU, on top of cuda_emulator.h and emulated_matrix.h. All blocks
+// The machine of csrc/gemm_wide for a CPU, on top of cuda_emulator.h and emulated_matrix.h. All blocks
 // of the grid run side by side, as one block of the emulator. A copy fills its target with NaN at
 // once and with the values at some later time; products read shared memory only when they are waited
 // for. So a missing wait, or a stage given back too early, shows in the result.
@@ -56,7 +56,7 @@ static std::map<unsigned, Barrier> barriers;
 static std::vector<BoxCopy> box_copies;
 static std::vector<Deferred> deferred[kMaxThreads];
 static int groups[kMaxThreads];
-static Meeting cluster_meeting, block_meetings[kMaxCluster], waiting_meetings[kMaxCluster];
+static Meeting cluster_meetings[kMaxCluster];
 static unsigned arrived_at[kMaxThreads];
 
 static int rank() { return current->thread.x / threads_of_block; }
@@ -82,9 +82,7 @@ static void enter() {
     memset(cluster_memory, 0xff, sizeof cluster_memory);
     for (auto& list : deferred) list.clear();
     memset(groups, 0, sizeof groups);
-    cluster_meeting = {};
-    memset(block_meetings, 0, sizeof block_meetings);
-    memset(waiting_meetings, 0, sizeof waiting_meetings);
+    memset(cluster_meetings, 0, sizeof cluster_meetings);
     num_polls = 0;
 }
 
@@ -208,28 +206,25 @@ static void copy_rows(unsigned target, const TensorMap& map, unsigned barrier, i
 static void copy_groups(unsigned target, const TensorMap& map, unsigned barrier, int column, int group) {
     emulator::start_copy(map, target, barrier, {column, 0, 0, group});
 }
-static void copy_tokens(unsigned target, const TensorMap& map, unsigned barrier, int column) {
-    emulator::start_copy(map, target, barrier, {column, 0, 0, 0});
+static void copy_tokens(unsigned target, const TensorMap& map, unsigned barrier, int column, int token) {
+    emulator::start_copy(map, target, barrier, {column, token, 0, 0});
 }
+static unsigned remote_address(unsigned address, int rank) {
+    unsigned first = emulator::rank() / SHARE * SHARE;
+    return (address & ((1u << emulator::kRankShift) - 1)) | (first + rank) << emulator::kRankShift;
+}
+static void arrive_remote(unsigned barrier, int rank) { emulator::arrive_once(remote_address(barrier, rank)); }
+static void copy_to_all(unsigned target, const TensorMap& map, unsigned barrier, int column, int token) {
+    for (int i = 0; i < SHARE; i++) copy_tokens(remote_address(target, i), map, remote_address(barrier, i), column, token);
+}
+static void arrive_cluster() {
+    emulator::arrive_meeting(emulator::cluster_meetings[emulator::rank() / SHARE], emulator::threads_of_block * SHARE);
+}
+static void wait_cluster() { emulator::wait_meeting(emulator::cluster_meetings[emulator::rank() / SHARE], __LINE__); }
 static void order_copies() {}
-static unsigned long long load_count(const unsigned long long* p) { return *p; }
-static void add_count(unsigned long long* p) { ++*p; }
 struct Patience {
     void wait() { emulator::poll(__LINE__); }
 };
-static void take_registers() {}
-static void give_registers() {}
-static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-static void sync_waiting(int count) {
-    emulator::Meeting& meeting = emulator::waiting_meetings[emulator::rank()];
-    emulator::arrive_meeting(meeting, count);
-    emulator::wait_meeting(meeting, __LINE__);
-}
-static void sync_first(int count) {
-    emulator::Meeting& meeting = emulator::block_meetings[emulator::rank()];
-    emulator::arrive_meeting(meeting, count);
-    emulator::wait_meeting(meeting, __LINE__);
-}
 static unsigned load_fresh_half(const char* p) { return *(const unsigned short*)p; }
 static float widen(unsigned bits) { return emulator::widen((unsigned short)bits); }
 
