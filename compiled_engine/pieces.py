@@ -2,7 +2,7 @@
 
 Every piece is a pure function of its arguments but for the tensors it says it mutates, and every
 piece has its plain twin: the same function, not compiled. A decoder layer has up to five versions:
-for one token, for few (products read the weights once, by our kernels), for many in decode steps
+for one token, for few (products by the fastest kernel for their sizes), for many in decode steps
 and in mixed ones (products by the library), and for the last layer of a step that has more tokens
 than rows: what it does behind attention, it does for the rows that are sampled.
 """
@@ -20,6 +20,8 @@ from compiled_engine.compile.driver import PLAIN, CompileDriver
 from compiled_engine.compile.torch_compat import has_any_size, mark_any_size, mark_dynamic
 from compiled_engine.config import SchedulerKernels
 from compiled_engine.custom_ops import LayerCache, PagedContext
+from compiled_engine.custom_ops.gemm import MOST_TOKENS
+from compiled_engine.custom_ops.registry import KernelRegistry
 from compiled_engine.layout import StepInputs, layout_places
 from compiled_engine.models import CausalLM
 from compiled_engine.models.layers import DecoderLayer, Rotary
@@ -33,8 +35,11 @@ from compiled_engine.scheduler.inbox import Inbox
 from compiled_engine.scheduler.plan import Plan, plan
 from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
 
-# Most rows of the GPU kernels that read a weight matrix once for all rows.
-MAX_FEW = 32
+# Tokens up to which products are `fused_linear`, which takes the fastest kernel for the product and
+# the number of tokens; with more the library is the fastest for all.
+MAX_FEW = 64
+# Of these, tokens up to which attention may treat chunks of prompts like tokens of many sequences.
+MAX_FEW_MIXED = 32
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,19 @@ class LayerVersion:
         return f"{layer}{self.low} to {self.high} tokens"
 
 
+def few_limit(registry: KernelRegistry) -> int:
+    """`MAX_FEW`, or the tokens that the kernel takes which an option asks for."""
+    wanted = registry.override("fused_linear", "few")
+    return MAX_FEW if wanted is None else min(MAX_FEW, MOST_TOKENS.get(wanted, MAX_FEW))
+
+
 def layer_versions(
-    max_tokens: int, max_rows: int, *, is_gpu: bool, has_last: bool
+    max_tokens: int, max_rows: int, *, is_gpu: bool, has_last: bool, max_few: int = MAX_FEW
 ) -> tuple[LayerVersion, ...]:
-    """The versions that steps of up to `max_tokens` tokens need, smallest first."""
+    """The versions that steps of up to `max_tokens` tokens need, smallest first.
+
+    `max_few` is the highest count of the version for few tokens.
+    """
     if not is_gpu:
         few = 1
         versions = [
@@ -81,12 +95,13 @@ def layer_versions(
             LayerVersion("layer_many", 2, max_tokens, is_decode=False),
         ]
     else:
-        few, most = min(MAX_FEW, max_tokens), min(max_rows, max_tokens)
+        few, most = min(max_few, max_tokens), min(max_rows, max_tokens)
+        few_mixed = min(few, MAX_FEW_MIXED)
         versions = [
             LayerVersion("layer_one", 1, 1, is_decode=True),
             LayerVersion("layer_few", 2, few, is_decode=True),
             LayerVersion("layer_many_decode", few + 1, most, is_decode=True),
-            LayerVersion("layer_many_mixed", few + 1, max_tokens, is_decode=False),
+            LayerVersion("layer_many_mixed", few_mixed + 1, max_tokens, is_decode=False),
         ]
     if has_last:
         low = max(few, max_rows) + 1
@@ -119,9 +134,14 @@ class StepPieces:
         self.shape = shape
         self.vocab_size = vocab_size
         self.scheduler = scheduler
+        self.max_few = few_limit(driver.registry)
         # On a CPU the compile of one more version costs a start more than it spares a prompt.
         self.versions = layer_versions(
-            shape.max_tokens, shape.max_rows, is_gpu=is_gpu, has_last=is_gpu or driver.is_eager
+            shape.max_tokens,
+            shape.max_rows,
+            is_gpu=is_gpu,
+            has_last=is_gpu or driver.is_eager,
+            max_few=self.max_few,
         )
         self._driver = driver
         self._layers = {v: self._compile_layer(v, is_gpu=is_gpu) for v in self.versions}
@@ -238,7 +258,7 @@ class StepPieces:
         ) -> tuple[Tensor]:
             return (module(residual, rotary, cache, ctx, keep),)
 
-        is_few = is_gpu and version.high <= MAX_FEW
+        is_few = is_gpu and version.is_decode and version.high <= self.max_few
         traits = PieceTraits(is_decode=version.is_decode, is_few=is_few) if is_gpu else PLAIN
         function, num_shared = (last_layer, 3) if version.is_last else (layer, 2)
         return self._driver.compile_direct(
@@ -282,6 +302,6 @@ class StepPieces:
 
     def head(self, residual: Tensor) -> Tensor:
         """Logits [S, vocab] of residual [S, hidden]."""
-        if self._head_few is not None and residual.shape[0] <= MAX_FEW:
+        if self._head_few is not None and residual.shape[0] <= self.max_few:
             return self._head_few(residual)
         return self._head(residual)

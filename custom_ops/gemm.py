@@ -2,9 +2,9 @@
 
 A pass puts `linear` in the place of plain matrix products on the CPU: few rows run our kernel,
 which reads the weights once at memory speed; many rows go to the library behind
-`torch.nn.functional.linear`. `fused_linear` is the same for the GPU: few rows run the kernels of
-`gemm_skinny`, the others the library. `CANDIDATES` says which can take what, and why not; which of
-those that can is the fastest is in `gemm_choice`.
+`torch.nn.functional.linear`. `fused_linear` is the same for the GPU: few rows run the kernels that
+`gemm_skinny` launches, the others the library. `CANDIDATES` says which can take what, and why not;
+which of those that can is the fastest is in `gemm_choice`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from compiled_engine.custom_ops.gemm_choice import (
     pick_config,
     why_hopper_is_slower,
     why_mma_is_slower,
+    why_wide_is_slower,
 )
 from compiled_engine.custom_ops.gemm_mma import MAX_TOKENS as MAX_MMA_TOKENS
 from compiled_engine.custom_ops.gemm_mma import mma_rejects
+from compiled_engine.custom_ops.gemm_wide import MAX_TOKENS as MAX_WIDE_TOKENS
+from compiled_engine.custom_ops.gemm_wide import wide_rejects
 from compiled_engine.custom_ops.library import CPU_DTYPES, LIBRARY, define_op
 from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits, best_of
 from compiled_engine.custom_ops.toolchain import has_nvrtc
@@ -37,6 +40,13 @@ MAX_SKINNY_ROWS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 4}
 MAX_ROW_TOKENS = 1
 MAX_TILE_TOKENS = 32
 MAX_HOPPER_TOKENS = 32
+MOST_TOKENS = {
+    "row": MAX_ROW_TOKENS,
+    "tile": MAX_TILE_TOKENS,
+    "hopper": MAX_HOPPER_TOKENS,
+    "mma": MAX_MMA_TOKENS,
+    "wide": MAX_WIDE_TOKENS,
+}
 
 
 def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
@@ -169,6 +179,19 @@ def _rejects_mma(traits: Traits) -> str | None:
     return mma_rejects(traits)
 
 
+def _rejects_wide(traits: Traits) -> str | None:
+    """What the kernel for more tokens cannot take."""
+    if not traits["is_hopper"]:
+        return "needs compute capability 9"
+    if not traits["has_nvrtc"]:
+        return "needs the cuda-bindings package"
+    return wide_rejects(traits)
+
+
+def _rejects_library(traits: Traits) -> str | None:
+    return None if traits["has_one_dtype"] else "needs the same dtype for all tensors"
+
+
 def _few_tokens(name: str, priority: Priority, max_tokens: int, **rules: Any) -> Candidate:
     rules.setdefault("rejects", _rejects_beyond(max_tokens))
     return Candidate(
@@ -196,14 +219,48 @@ CANDIDATES = (
         slower=why_mma_is_slower,
     ),
     _few_tokens(
+        "wide",
+        Priority.SPECIALIZED,
+        MAX_WIDE_TOKENS,
+        rejects=_rejects_wide,
+        slower=why_wide_is_slower,
+    ),
+    _few_tokens(
         "hopper",
         Priority.SPECIALIZED,
         MAX_HOPPER_TOKENS,
         rejects=_rejects_hopper,
         slower=why_hopper_is_slower,
     ),
+    Candidate(
+        family="fused_linear",
+        mode="few",
+        name="library",
+        priority=Priority.PORTABLE,
+        device_type="cuda",
+        min_arch=80,
+        dtypes=(torch.bfloat16, torch.float16),
+        rejects=_rejects_library,
+        tags=("a kernel for the norm and one for the gate",),
+    ),
     Candidate(family="fused_linear", mode="few", name="torch", priority=Priority.REFERENCE),
 )
+
+
+def _library_product(operands: gemm_skinny.Operands) -> Tensor:
+    """As `reference.fused_linear` on a GPU, with the library's product."""
+    from compiled_engine.custom_ops.activation_triton import silu_and_mul
+    from compiled_engine.custom_ops.norm_triton import rms_norm
+
+    x, weight, bias, norm_weight, eps, residual, is_gated = operands
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    if residual is not None and bias is None and not is_gated:
+        return torch.addmm(residual, x, weight.T)
+    y = torch.nn.functional.linear(x, weight, bias)
+    if is_gated:
+        y = silu_and_mul(y)
+    return y if residual is None else y.add_(residual)
 
 
 def fused_linear_traits(
@@ -274,6 +331,8 @@ def fused_linear_cuda(
     if kernel == "torch":
         return reference.fused_linear(x, weight, bias, norm_weight, eps, residual, is_gated)
     operands = gemm_skinny.Operands(x, weight, bias, norm_weight, eps, residual, is_gated)
+    if kernel == "library":
+        return _library_product(operands)
     return gemm_skinny.launch(kernel, operands, pick_config(kernel, traits))
 
 

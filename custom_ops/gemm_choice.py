@@ -7,6 +7,8 @@ nearest shape. What a kernel can take at all is decided in `gemm`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from enum import StrEnum
 
 from compiled_engine.custom_ops.gemm_skinny import (
@@ -15,6 +17,7 @@ from compiled_engine.custom_ops.gemm_skinny import (
     MmaConfig,
     RowConfig,
     TileConfig,
+    WideConfig,
 )
 from compiled_engine.custom_ops.registry import Traits
 from compiled_engine.custom_ops.toolchain import gluon_reason
@@ -23,6 +26,8 @@ from compiled_engine.custom_ops.toolchain import gluon_reason
 MAX_HOPPER_SIZE = 32768
 # Tiles from which on the Hopper kernel, of one program a tile, is worth it.
 MIN_HOPPER_TILES = 32
+# Blocks of threads from which on the wide kernel is worth it.
+MIN_WIDE_BLOCKS = 32
 # A `lead` of more blocks than any program has.
 AT_ONCE = 9999
 
@@ -111,6 +116,37 @@ _MMA = {
     Shape.MANY_ROWS: MmaConfig(64, 128, 1, 4, 4, lead=AT_ONCE, blocks=0, stagger=11),
     Shape.VOCABULARY: MmaConfig(128, 64, 1, 4, 4, lead=AT_ONCE, blocks=0),
 }
+# By tokens, up to. Parts of more than 192 rows' sums would not fit into registers with 128 tokens.
+_WIDE = {
+    32: {
+        Shape.FEW_ROWS: WideConfig(2, 2, split=4),
+        Shape.MORE_ROWS: WideConfig(3, 2, split=4),
+        Shape.LONG_ROWS: WideConfig(2, 2, split=4),
+        Shape.MANY_ROWS: WideConfig(3, 1),
+        Shape.VOCABULARY: WideConfig(2, 1),
+    },
+    64: {
+        Shape.FEW_ROWS: WideConfig(2, 2, split=4),
+        Shape.MORE_ROWS: WideConfig(3, 1, split=4),
+        Shape.LONG_ROWS: WideConfig(2, 2, split=4),
+        Shape.MANY_ROWS: WideConfig(3, 1),
+        Shape.VOCABULARY: WideConfig(2, 1),
+    },
+    128: {
+        Shape.FEW_ROWS: WideConfig(2, 1, split=4),
+        Shape.MORE_ROWS: WideConfig(2, 1, split=2),
+        Shape.LONG_ROWS: WideConfig(2, 1, split=4),
+        Shape.MANY_ROWS: WideConfig(3, 1),
+        Shape.VOCABULARY: WideConfig(2, 1),
+    },
+}
+# Where the wide kernel was faster than the others and the library, by tokens, up to.
+_WIDE_WINS = {
+    16: (),
+    32: (Shape.FEW_ROWS, Shape.MORE_ROWS, Shape.LONG_ROWS, Shape.MANY_ROWS),
+    64: (Shape.FEW_ROWS, Shape.LONG_ROWS, Shape.MANY_ROWS),
+    128: (),
+}
 # Where the Hopper kernel was faster than the tile kernel.
 _HOPPER_WINS = {
     8: (Shape.FEW_ROWS, Shape.MORE_ROWS, Shape.MANY_ROWS),
@@ -121,7 +157,11 @@ _HOPPER_WINS = {
 
 def _limit(num_tokens: int) -> int:
     """The first limit of the tables that `num_tokens` is not above; the last serves the rest."""
-    return next((limit for limit in _TILES if num_tokens <= limit), max(_TILES))
+    return _first_limit(_TILES, num_tokens)
+
+
+def _first_limit(limits: Collection[int], num_tokens: int) -> int:
+    return next((limit for limit in limits if num_tokens <= limit), max(limits))
 
 
 def _shape_of(traits: Traits) -> Shape:
@@ -129,7 +169,7 @@ def _shape_of(traits: Traits) -> Shape:
 
 
 def pick_config(kernel: str, traits: Traits) -> Config:
-    """Sizes of a kernel, "row", "tile", "hopper" or "mma"; they can be made for every product.
+    """Sizes of a kernel, one of `CANDIDATES` of `gemm`; they can be made for every product.
 
     Traits: num_tokens, rows, size, is_gated; for "mma" has_norm.
     """
@@ -139,6 +179,10 @@ def pick_config(kernel: str, traits: Traits) -> Config:
     if kernel == "mma":
         is_deep = shape in (Shape.FEW_ROWS, Shape.LONG_ROWS)
         return _MMA[Shape.MORE_ROWS if is_deep and traits["has_norm"] else shape]
+    if kernel == "wide":
+        config = _WIDE[_first_limit(_WIDE, traits["num_tokens"])][shape]
+        num_blocks = -(-traits["size"] // (64 * config.slabs))
+        return replace(config, split=min(config.split, num_blocks))
     tables: dict[str, dict[int, dict[Shape, TileConfig]] | dict[int, dict[Shape, HopperConfig]]]
     tables = {"tile": _TILES, "hopper": _HOPPER}
     return tables[kernel][_limit(traits["num_tokens"])][shape]
@@ -191,4 +235,19 @@ def why_mma_is_slower(traits: Traits) -> str | None:
         return "was not measured at 9 to 16 tokens"
     if shape == Shape.VOCABULARY:
         return f"was measured slower than tile at 2 to 8 tokens, {shape}"
+    return None
+
+
+def why_wide_is_slower(traits: Traits) -> str | None:
+    """The reason to take another kernel than the wide one; same traits as above."""
+    num_tokens, shape = traits["num_tokens"], _shape_of(traits)
+    limit = _first_limit(_WIDE_WINS, num_tokens)
+    if shape not in _WIDE_WINS[limit]:
+        tokens = f"{1 if limit == 16 else limit // 2 + 1} to {limit} tokens"
+        return f"was measured no faster than others at {tokens}, {shape}"
+    config = pick_config("wide", traits)
+    assert isinstance(config, WideConfig)
+    blocks = -(-traits["rows"] // (64 * config.warpgroups)) * config.split
+    if blocks < MIN_WIDE_BLOCKS:
+        return f"leaves most of the device idle: {blocks} blocks, {MIN_WIDE_BLOCKS} are enough"
     return None

@@ -166,13 +166,18 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def launch(kernel: str, operands: Operands, config: Config) -> Tensor:
-    """Runs `kernel` ("row", "tile", "hopper", "mma") with `config`; returns [T, num_outputs].
+    """Runs `kernel`, one that has a configuration, with `config`; returns [T, num_outputs].
 
-    Programs that split columns count on shared counters: calls on one device must follow each
-    other, as they do on one stream.
+    Programs that split columns count on counters and sums of the device: calls on one device must
+    follow each other, as they do on one stream.
     """
     x = operands.x
-    if kernel != "row" and x.dtype == torch.float16 and operands.norm_weight is not None:
+    if kernel == "wide" and operands.norm_weight is not None:
+        from compiled_engine.custom_ops.norm_triton import rms_norm
+
+        normed = rms_norm(x, operands.norm_weight, operands.eps)
+        operands = operands._replace(x=normed, norm_weight=None)
+    elif kernel != "row" and x.dtype == torch.float16 and operands.norm_weight is not None:
         # x times the norm's weight, not yet divided by the norm, may be too large for fp16.
         normed = reference.rms_norm(x, operands.norm_weight, operands.eps)
         operands = operands._replace(x=normed, norm_weight=None)
@@ -190,6 +195,11 @@ def launch(kernel: str, operands: Operands, config: Config) -> Tensor:
 
         assert kernel == "mma", kernel
         launch_mma(operands, out, config)
+    elif isinstance(config, WideConfig):
+        from compiled_engine.custom_ops.gemm_wide import launch_wide
+
+        assert kernel == "wide", kernel
+        launch_wide(operands, out, config)
     else:
         assert kernel == "tile", kernel
         _launch_tiles(operands, out, config)

@@ -46,21 +46,24 @@ def choice_of(product: Product, num_tokens: int, target: Target = H200, **change
 @pytest.mark.parametrize(
     ("num_tokens", "kernels"),
     [
-        (0, "torch torch torch torch torch"),
+        (0, "library library library library library"),
         (1, "row row row row row"),
         (2, "mma mma mma mma tile"),
         (8, "mma mma mma mma tile"),
         (9, "tile tile tile tile tile"),
         (16, "tile tile tile tile tile"),
-        (17, "hopper tile hopper tile hopper"),
-        (32, "hopper tile hopper tile hopper"),
-        (33, "torch torch torch torch torch"),
+        (17, "wide wide wide wide hopper"),
+        (32, "wide wide wide wide hopper"),
+        (33, "library wide wide wide library"),
+        (64, "library wide wide wide library"),
+        (65, "library library library library library"),
+        (129, "library library library library library"),
     ],
 )
 def test_choice_goes_by_tokens_and_shape(num_tokens: int, kernels: str):
     products = MODELS["Qwen3-8B"]
     assert [choice_of(p, num_tokens).candidate.name for p in products] == kernels.split()
-    older = {0: "torch", 1: "row", 33: "torch"}.get(num_tokens, "tile")
+    older = "row" if num_tokens == 1 else "tile" if 0 < num_tokens <= 32 else "library"
     assert {choice_of(p, num_tokens, A100).candidate.name for p in products} == {older}
 
 
@@ -115,10 +118,55 @@ def test_choice_of_mma_leaves_the_others_behind():
         "row": "takes 1 to 1 tokens, not 4",
         "tile": "ranks below mma",
         "hopper": "ranks below mma",
+        "wide": "was measured no faster than others at 1 to 16 tokens, 4097 to 8192 rows",
+        "library": "ranks below mma",
         "torch": "ranks below mma",
     }
     older = choice_of(Product(6144, 4096, "n"), 4, A100)
     assert dict(older.rejected)["mma"] == "needs compute capability 9"
+
+
+@pytest.mark.parametrize(
+    ("product", "num_tokens", "changes", "reason", "kernel"),
+    [
+        (
+            Product(6144, 4096, "n"),
+            40,
+            {},
+            "was measured no faster than others at 33 to 64 tokens, 4097 to 8192 rows",
+            "library",
+        ),
+        (
+            Product(24576, 4096, "ng"),
+            100,
+            {},
+            "was measured no faster than others at 65 to 128 tokens, gated or more than 8192 rows",
+            "library",
+        ),
+        (
+            Product(576, 576, "r"),
+            40,
+            {},
+            "leaves most of the device idle: 20 blocks, 32 are enough",
+            "library",
+        ),
+        (Product(4096, 4096, "r"), 129, {}, "takes 1 to 128 tokens, not 129", "library"),
+        (Product(4096, 4096, "r"), 30, {"has_nvrtc": 0}, "needs the cuda-bindings package", "tile"),
+        (
+            Product(4104, 4096, "g"),
+            30,
+            {},
+            "needs a multiple of 8 gated outputs, not 2052",
+            "hopper",
+        ),
+    ],
+)
+def test_choice_says_why_not_wide(product, num_tokens, changes, reason, kernel):
+    choice = choice_of(product, num_tokens, **changes)
+    assert dict(choice.rejected)["wide"] == reason
+    assert choice.candidate.name == kernel
+    older = choice_of(product, num_tokens, A100)
+    assert dict(older.rejected)["wide"] == "needs compute capability 9"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +224,8 @@ def test_gated_products_get_tiles_of_pairs():
 )
 def test_select_kernel_says_why_it_takes_another(change: dict[str, int], reason: str):
     traits = {**TRAITS, **change}
-    assert gemm.select_kernel("", H200, torch.bfloat16, traits) == "torch"
+    best = "library" if traits["has_one_dtype"] else "torch"
+    assert gemm.select_kernel("", H200, torch.bfloat16, traits) == best
     with pytest.raises(ValueError, match=f"kernel tile {reason}"):
         gemm.select_kernel("tile", H200, torch.bfloat16, traits)
     assert gemm.select_kernel("torch", H200, torch.bfloat16, traits) == "torch"
@@ -199,7 +248,9 @@ def test_select_kernel_says_what_the_hopper_kernel_cannot_take(change: dict[str,
 def test_select_kernel_refuses_other_devices_dtypes_and_names():
     for target, dtype in ((Target("cuda", 75), torch.float16), (H200, torch.float32)):
         assert gemm.select_kernel("", target, dtype, TRAITS) == "torch"
-    with pytest.raises(ValueError, match="no kernel fast; there are row, tile, mma, hopper, torch"):
+    with pytest.raises(
+        ValueError, match="no kernel fast; there are row, tile, mma, wide, hopper, library, torch"
+    ):
         gemm.select_kernel("fast", H200, torch.bfloat16, TRAITS)
 
 
@@ -257,7 +308,7 @@ def test_chosen_sizes_are_right_for_other_models(model: str, num_tokens: int):
         traits = {**product.traits(num_tokens), **flags}
         for candidate in gemm.CANDIDATES:
             is_able = candidate.rejection(target, torch.bfloat16, traits) is None
-            if is_able and candidate.name != "torch":
+            if is_able and candidate.name not in ("library", "torch"):
                 check_case(product.case(num_tokens, candidate.name), "cuda")
 
 

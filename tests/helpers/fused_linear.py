@@ -22,6 +22,7 @@ from compiled_engine.custom_ops.gemm_skinny import (
     Operands,
     RowConfig,
     TileConfig,
+    WideConfig,
 )
 
 EPS = 1e-6
@@ -48,7 +49,13 @@ class Case:
 
 def kernel_of(config: Config) -> str:
     """The kernel that a configuration is for."""
-    names = {RowConfig: "row", TileConfig: "tile", HopperConfig: "hopper", MmaConfig: "mma"}
+    names = {
+        RowConfig: "row",
+        TileConfig: "tile",
+        HopperConfig: "hopper",
+        MmaConfig: "mma",
+        WideConfig: "wide",
+    }
     return names[type(config)]
 
 
