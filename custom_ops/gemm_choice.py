@@ -126,9 +126,9 @@ _WIDE = {
         Shape.VOCABULARY: WideConfig(2, 1),
     },
     64: {
-        Shape.FEW_ROWS: WideConfig(2, 2, split=4),
+        Shape.FEW_ROWS: WideConfig(1, 2, split=2),
         Shape.MORE_ROWS: WideConfig(3, 1, split=4),
-        Shape.LONG_ROWS: WideConfig(2, 2, split=4),
+        Shape.LONG_ROWS: WideConfig(2, 1, split=4),
         Shape.MANY_ROWS: WideConfig(3, 1),
         Shape.VOCABULARY: WideConfig(2, 1),
     },
