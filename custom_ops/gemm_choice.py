@@ -243,7 +243,7 @@ def why_wide_is_slower(traits: Traits) -> str | None:
     num_tokens, shape = traits["num_tokens"], _shape_of(traits)
     limit = _first_limit(_WIDE_WINS, num_tokens)
     if shape not in _WIDE_WINS[limit]:
-        tokens = f"{1 if limit == 16 else limit // 2 + 1} to {limit} tokens"
+        tokens = f"{9 if limit == 16 else limit // 2 + 1} to {limit} tokens"
         return f"was measured no faster than others at {tokens}, {shape}"
     config = pick_config("wide", traits)
     assert isinstance(config, WideConfig)

@@ -32,7 +32,7 @@ from compiled_engine.custom_ops.tensor_maps import MAP_BYTES, Boxes, encode_boxe
 
 SOURCE = "gemm_wide/wide.cu"
 KERNEL = "wide_product"
-MAX_TOKENS = 128
+MIN_TOKENS, MAX_TOKENS = 9, 128  # of fewer, other kernels are faster
 PADDED_TOKENS = (8, 16, 32, 64, 96, 128)
 # Of shared memory, of one block of threads at most.
 MAX_SHARED_BYTES = 232448
@@ -265,7 +265,10 @@ def wide_rejects(traits: Traits) -> str | None:
     num_tokens, size, outputs = traits["num_tokens"], traits["size"], traits["rows"] // 2
     is_even = not traits["is_gated"] or outputs % 8 == 0
     rules = (
-        (1 <= num_tokens <= MAX_TOKENS, f"takes 1 to {MAX_TOKENS} tokens, not {num_tokens}"),
+        (
+            MIN_TOKENS <= num_tokens <= MAX_TOKENS,
+            f"takes {MIN_TOKENS} to {MAX_TOKENS} tokens, not {num_tokens}",
+        ),
         (traits["has_one_dtype"], "needs the same dtype for all tensors"),
         (traits["is_weight_contiguous"], "needs a contiguous weight"),
         (traits["is_last_dim_contiguous"], "needs a contiguous last dim of x and residual"),

@@ -170,8 +170,8 @@ def test_sizes_that_cannot_be_made_say_why(change, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"num_tokens": 129}, "takes 1 to 128 tokens, not 129"),
-        ({"num_tokens": 0}, "takes 1 to 128 tokens, not 0"),
+        ({"num_tokens": 129}, "takes 9 to 128 tokens, not 129"),
+        ({"num_tokens": 8}, "takes 9 to 128 tokens, not 8"),
         ({"size": 4100}, "needs a multiple of 8 columns, these are 4100"),
         ({"is_aligned": 0}, "needs rows of x and weights at multiples of 16 bytes"),
         ({"has_one_dtype": 0}, "needs the same dtype for all tensors"),
@@ -242,6 +242,8 @@ def check_op(product: Product, num_tokens: int, impl: str, dtype: torch.dtype) -
     operands: Operands = make_operands(replace(chosen(product, num_tokens), dtype=dtype), "cuda")
     got = torch.ops.ce.fused_linear(*operands, impl)
     limit = LIMITS[dtype] * (2 if product.size < 256 else 1)
+    # The library's product is rounded before the gate, as in the matched spelling.
+    limit *= 1.5 if impl != "wide" and "g" in product.parts else 1.0
     assert relative_error(got, exact_result(operands)) <= limit, product
 
 

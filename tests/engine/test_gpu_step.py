@@ -60,6 +60,18 @@ def compiled(folder: Path) -> Engine:
     return tiny_engine(folder, **OPTIONS)
 
 
+@pytest.fixture(scope="module")
+def exact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model in fp32, whose tokens do not depend on who computes beside them."""
+    path = tmp_path_factory.mktemp("gpu-exact") / "qwen3"
+    write_tiny_model(path, family="qwen3", **{**SHAPE, "torch_dtype": "float32"})
+    return path
+
+
+def exact_engine(folder: Path, **options: Any) -> Engine:
+    return tiny_engine(folder, **{**OPTIONS, "dtype": "float32", **options})
+
+
 def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
@@ -78,7 +90,6 @@ def agents(seed: int) -> list[list[int]]:
     [
         {"cudagraph_mode": "none"},
         {"cudagraph_mode": "piecewise"},
-        {"overlap_schedule": "off"},
         {"scheduler": "torch"},
         {"check_graphs": True},
         {"inductor_pdl": True},
@@ -101,13 +112,16 @@ def test_gpu_paths_give_equal_tokens(folder, compiled, options):
     assert_idle(other)
 
 
-def test_gpu_device_loop_equals_replay(folder, compiled):
-    """Steps of one size give the same tokens wherever they are launched.
+@pytest.mark.parametrize(
+    "options", [{"device_loop": True}, {"overlap_schedule": "off"}], ids=["device-loop", "in-turn"]
+)
+def test_gpu_steps_of_one_size_give_equal_tokens(folder, compiled, options):
+    """Steps of one size give the same tokens wherever and whenever they are launched.
 
-    A loop keeps its size until it ends, replayed steps get smaller as rows end, and another size
-    may mean other kernels: such runs may fall otherwise at near-ties.
+    A loop keeps its size until it ends, and steps that follow one another in turn know sooner how
+    many rows go on; another size may mean other kernels, and near-ties may then fall otherwise.
     """
-    other = tiny_engine(folder, **OPTIONS, device_loop=True)
+    other = tiny_engine(folder, **OPTIONS, **options)
     for count in (1, 3, 8):
         together = prompts_of(count, *[20] * count)
         expected = run_requests(compiled, together, GREEDY).tokens
@@ -246,12 +260,12 @@ def test_gpu_memory_stays_below_the_ceiling(compiled, folder):
     [{}, {"cudagraph_mode": "none"}, {"scheduler": "torch"}, {"device_loop": True}],
     ids=["graphs", "none", "torch", "device-loop"],
 )
-def test_gpu_nan_ends_one_row_with_an_error_and_leaves_the_others_alone(folder, compiled, options):
-    engine = tiny_engine(folder, **OPTIONS, **options)
+def test_gpu_nan_ends_one_row_with_an_error_and_leaves_the_others_alone(exact_folder, options):
+    engine = exact_engine(exact_folder, **options)
     prompts, long = prompts_of(61, 20, 33, 50), msgspec.structs.replace(GREEDY, max_tokens=150)
     drawn = msgspec.structs.replace(long, temperature=0.8, top_p=0.9, seed=3)
     for params in (long, drawn):
-        expected = run_requests(compiled, prompts, params).tokens
+        expected = run_requests(engine, prompts, params).tokens
         fault = Fault("nan", step=engine.loop.stats.num_steps + 7)
         answers = run_grammars(
             engine,
@@ -290,10 +304,10 @@ def test_gpu_step_without_memory_for_its_graph_is_launched_without_one(folder, c
     assert run_requests(engine, prompts, biased).tokens == expected
 
 
-def test_gpu_out_of_memory_ends_what_asked_for_too_much(folder, compiled):
-    engine = tiny_engine(folder, **OPTIONS)
+def test_gpu_out_of_memory_ends_what_asked_for_too_much(exact_folder):
+    engine = exact_engine(exact_folder)
     short = prompts_of(81, 20, 40)
-    expected = run_requests(compiled, short, GREEDY).tokens
+    expected = run_requests(engine, short, GREEDY).tokens
     turned = TurnedEngine(engine)
     turned.submit(short)
     for _ in range(3):
@@ -311,15 +325,15 @@ def test_gpu_out_of_memory_ends_what_asked_for_too_much(folder, compiled):
 
 
 @pytest.mark.parametrize("options", [{}, {"device_loop": True}], ids=["graphs", "device-loop"])
-def test_gpu_thinking_budgets_are_exact(folder, compiled, options):
+def test_gpu_thinking_budgets_are_exact(exact_folder, options):
     """Rows asleep under replayed steps and loops on the device, then forced, then free again."""
-    engine = tiny_engine(folder, **OPTIONS, **options)
-    tokenizer = Tokenizer.from_folder(folder)
+    engine = exact_engine(exact_folder, **options)
+    tokenizer = Tokenizer.from_folder(exact_folder)
     closing = "</think>"
     closing_ids = tuple(tokenizer.encode(closing, add_special_tokens=False))
     prompts, budgets = prompts_of(91, 20, 33, 50, 7), (0, 9, 70, 300)
     free = msgspec.structs.replace(GREEDY, max_tokens=120)
-    expected = run_requests(compiled, prompts, free).tokens
+    expected = run_requests(engine, prompts, free).tokens
     params = [
         msgspec.structs.replace(
             free,
