@@ -24,7 +24,7 @@ NUM_STEPS = 16
 _FIRST = "scheduler_plan"  # every step begins with it
 _ATTENTION = "decode_attention"
 _PRODUCT = re.compile(
-    "row_kernel|tile_kernel|hopper_kernel|tokens_product|nvjet|gemm|cutlass", re.IGNORECASE
+    "row_kernel|tile_kernel|hopper_kernel|_product|nvjet|gemm|cutlass", re.IGNORECASE
 )
 _PRODUCTS = ("qkv", "o", "gate_up", "down")
 
