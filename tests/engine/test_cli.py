@@ -50,6 +50,7 @@ ENGINE_VALUES = {
     "device_loop": (None, True),
     "max_step_ms": ("15", 15.0),
     "disable_passes": ("fuse_add_rms_norm", ("fuse_add_rms_norm",)),
+    "dump_graphs": ("/graphs", Path("/graphs")),
     "inductor_pdl": (None, True),
     "kernels": ("attention=torch", ("attention=torch",)),
     "seed": ("5", 5),
