@@ -370,14 +370,19 @@ class IpcEngineClient:
 
     async def _read(self) -> None:
         while True:
-            data = await self._socket.recv()
-            try:
-                frame = self._decoder.decode(data)
-            except msgspec.MsgspecError as error:
-                self._die(f"the engine sent a frame that cannot be read: {error}")
+            if not self.take_frame(await self._socket.recv()):
                 return
-            self._silence_s = 0.0
-            self._take(frame)
+
+    def take_frame(self, data: bytes) -> bool:
+        """Takes an encoded frame; returns False if it cannot be read, and then nothing follows."""
+        try:
+            frame = self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            self._die(f"the engine sent a frame that cannot be read: {error}")
+            return False
+        self._silence_s = 0.0
+        self._take(frame)
+        return True
 
     def _take(self, frame: EngineFrame) -> None:
         if frame.status is not None:

@@ -42,9 +42,11 @@ class Mailbox:
 
     def put(self, event: TokenEvent) -> None:
         """Adds one event; called by the client's reader."""
-        if self._listener is not None and self._is_awaited:
+        # A reader that waits has dealt with every event so far.
+        wakeup, listener = self._wakeup, self._listener
+        if listener is not None and wakeup is not None and not wakeup.done():
             try:
-                if self._listener(event):
+                if listener(event):
                     return
             except Exception as error:  # the reader's own, so it is the one to raise it
                 self._error = error
@@ -81,11 +83,6 @@ class Mailbox:
     def listen(self, listener: Callable[[TokenEvent], bool]) -> None:
         """See `TokenStream.listen`."""
         self._listener = listener
-
-    @property
-    def _is_awaited(self) -> bool:
-        """Whether the reader has dealt with every event so far and waits for the next."""
-        return self._wakeup is not None and not self._wakeup.done()
 
     def _wake(self) -> None:
         if self._wakeup is not None and not self._wakeup.done():

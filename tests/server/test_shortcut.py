@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import ServerConfig
-from compiled_engine.request import TokenEvent
+from compiled_engine.request import Request, SamplingParams, TokenEvent
 from compiled_engine.server import generation, shortcut
-from compiled_engine.server.choice import Piece
+from compiled_engine.server.choice import ChoiceRun, Piece
 from compiled_engine.server.mailbox import Mailbox
+from compiled_engine.server.protocol import CompletionRequest
 from compiled_engine.server.shortcut import TextTemplate
-from tests.helpers.fake_engine import FakeEngine, text_reply
+from compiled_engine.server.validation import validate_sampling
+from tests.helpers.fake_engine import EOS, ByteTokenizer, FakeEngine, text_reply
 from tests.helpers.server_harness import Server, eventually, with_server
 
 TEXT = 'Ein "Zitat"\n天气 café 👩‍👩‍👧 <b> \\ \u2028 und mehr'
@@ -99,6 +101,24 @@ def test_the_short_way_knows_every_field_of_a_piece():
     # Templates hold a text only: calls that ask for more must not use them.
     known = ("index", "events", "finish_reason", "stop_reason", "token_ids", "logprobs")
     assert Piece.__struct_fields__ == known
+
+
+def test_plain_events_come_to_what_all_others_do():
+    ids = [*TEXT.encode(), 255, 240, 159, 10, EOS]
+    made = []
+    for is_plain in (True, False):
+        request = Request(request_id=1, prompt_token_ids=[1], params=SamplingParams())
+        sampling = validate_sampling(
+            CompletionRequest(prompt="a"), request.params, max_n=1, max_tokens=None
+        )
+        run = ChoiceRun(0, request, ByteTokenizer(), sampling)
+        assert run._is_plain
+        run._is_plain = is_plain
+        events = [TokenEvent(1, [i, j], None, 3) for i, j in zip(ids[::2], ids[1::2], strict=False)]
+        events.append(TokenEvent(1, [EOS], "stop", 3))
+        made.append(([run.feed(event) for event in events], run.token_ids, run.num_tokens))
+        assert run.num_cached_tokens == 3
+    assert made[0] == made[1]
 
 
 def test_an_error_on_the_short_way_ends_the_stream_and_aborts(monkeypatch):
