@@ -137,8 +137,7 @@ class ChoiceRun:
         token_ids = event.token_ids
         if event.num_cached_tokens > self.num_cached_tokens:
             self.num_cached_tokens = event.num_cached_tokens
-        if event.prompt_logprobs:
-            self._take_prompt(event)
+        self._prompt_data += event.prompt_logprobs
         text = self._detokenizer.push(token_ids)
         self.num_tokens += len(token_ids)
         self.token_ids += token_ids
