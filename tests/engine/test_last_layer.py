@@ -136,8 +136,8 @@ def test_compiled_last_layer_equals_eager(folder, monkeypatch):
     """On a CPU the version is not compiled by default; on a GPU it always is."""
     eager = narrow_engine(folder)
 
-    def all_versions(*sizes: int, is_gpu: bool, has_last: bool) -> tuple[pieces.LayerVersion, ...]:
-        return layer_versions(*sizes, is_gpu=is_gpu, has_last=True)
+    def all_versions(*sizes: int, **options: Any) -> tuple[pieces.LayerVersion, ...]:
+        return layer_versions(*sizes, **{**options, "has_last": True})
 
     monkeypatch.setattr(pieces, "layer_versions", all_versions)
     compiled = narrow_engine(folder, enforce_eager=False)
