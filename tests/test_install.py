@@ -116,7 +116,7 @@ def test_install_settings_of_the_user_win(venv: FakeVenv) -> None:
 def test_install_second_run_does_nothing(venv: FakeVenv) -> None:
     venv.run("serve")
     assert venv.run("serve") == (0, "", [])
-    assert venv.run("test")[2] == ["-e .[test,kernel-checks]"]
+    assert venv.run("test")[2] == ["-e .[test,kernel-checks]", "--no-deps bfcl-eval"]
     assert venv.run("lint")[2] == ["-e .[dev]"]
     assert venv.run("test") == (0, "", [])
 
