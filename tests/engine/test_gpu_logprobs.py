@@ -14,32 +14,11 @@ from compiled_engine.engine import Engine
 from compiled_engine.logprob_data import read_records
 from compiled_engine.request import Request, SamplingParams
 from tests.helpers.engines import assert_idle, run_requests, tiny_engine
+from tests.helpers.gpu_engine import OPTIONS, SHAPE
 from tests.helpers.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.gpu
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1000,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
-OPTIONS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "device": "cuda",
-    "enforce_eager": False,
-    "max_model_len": 1024,
-    "max_num_seqs": 40,
-    "chunked_prefill_size": 256,
-    "block_size": 16,
-    "max_total_tokens": 16384,
-    "gpu_memory_utilization": 0.5,
-}
 ASKING = SamplingParams(
     temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=20
 )

@@ -16,34 +16,13 @@ from compiled_engine.ipc import ClientFrame
 from compiled_engine.request import Request, SamplingParams, ThinkingBudget
 from compiled_engine.tokenizer import Tokenizer
 from tests.helpers.engines import assert_idle, run_requests, tiny_engine
+from tests.helpers.gpu_engine import OPTIONS, SHAPE
 from tests.helpers.grammar_runs import run_grammars
 from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.turned_engine import TurnedEngine
 
 pytestmark = pytest.mark.gpu
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1000,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
-OPTIONS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "device": "cuda",
-    "enforce_eager": False,
-    "max_model_len": 1024,
-    "max_num_seqs": 48,
-    "chunked_prefill_size": 256,
-    "block_size": 16,
-    "max_total_tokens": 16384,
-    "gpu_memory_utilization": 0.95,
-}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LENGTHS = (1, 5, 15, 16, 17, 33, 100, 255, 257, 600)
 
