@@ -14,6 +14,7 @@ from compiled_engine.custom_ops.attention import (
 from compiled_engine.custom_ops.gemm import FUSED_LINEAR, LINEAR
 from compiled_engine.custom_ops.library import OpSpec
 from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, rms_norm
+from compiled_engine.custom_ops.quant import QUANT_OPS, dequantize, quantize
 from compiled_engine.custom_ops.rope_kv import (
     KV_WRITE,
     QK_NORM_ROPE,
@@ -49,6 +50,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     SAMPLE_TOKENS,
     SAMPLE_ROWS,
     TOP_LOGPROBS,
+    *QUANT_OPS,
 )
 
 __all__ = [
@@ -57,8 +59,10 @@ __all__ = [
     "OpSpec",
     "PagedContext",
     "attention",
+    "dequantize",
     "kv_write",
     "qk_norm_rope",
+    "quantize",
     "rms_norm",
     "rope",
     "sampling_threshold",

@@ -11,6 +11,8 @@ _BY_DTYPE = {
     # One unit in the last place of the output is 2^-8 (bf16) or 2^-11 (fp16) of the value.
     torch.bfloat16: 2**-8,
     torch.float16: 2**-11,
+    # 3 bits of mantissa.
+    torch.float8_e4m3fn: 2**-4,
 }
 
 
@@ -29,7 +31,8 @@ def assert_close(name: str, got: Tensor, expected: Tensor, *, factor: float = 1.
         return
     if got.numel() == 0:
         return
-    assert not got.isnan().any(), f"{name} holds NaN: {int(got.isnan().sum())} values unwritten"
+    is_nan = got.float().isnan()
+    assert not is_nan.any(), f"{name} holds NaN: {int(is_nan.sum())} values unwritten"
     scale = expected.double().abs().max().clamp_min(1e-30)
     worst = (got.double() - expected.double()).abs().max() / scale
     limit = _BY_DTYPE[got.dtype] * factor
