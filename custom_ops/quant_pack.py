@@ -53,10 +53,10 @@ def stored_columns(format: str, size: int, group: int = 1) -> int:
     return -(-size // multiple) * multiple
 
 
-def quantize_weight(weight: Tensor, format: str) -> PackedWeight:
-    """The matrix [n, k] in a format."""
+def quantize_weight(weight: Tensor, format: str, group: int = 0) -> PackedWeight:
+    """The matrix [n, k] in a format; int4_group has another group than 128 if `group` says so."""
     size = weight.shape[1]
-    group = group_size(format) if format in PACKED_FORMATS else 1
+    group = group or (group_size(format) if format in PACKED_FORMATS else 1)
     padding = stored_columns(format, size, group) - size
     w32 = torch.nn.functional.pad(weight.float(), (0, padding))
     if format == "int8_channel":
@@ -67,7 +67,9 @@ def quantize_weight(weight: Tensor, format: str) -> PackedWeight:
         return PackedWeight(q, scale[:, : -(-size // BLOCK)] if kind == "block" else scale)
     if format == "fp8_block":
         return _fp8_block(w32, -(-size // BLOCK))
-    return {"nvfp4": _nvfp4, "mxfp4": _mxfp4}.get(format, _int4)(w32, weight.dtype)
+    if format == "int4_group":
+        return _int4(w32, group, weight.dtype)
+    return {"nvfp4": _nvfp4, "mxfp4": _mxfp4}[format](w32)
 
 
 def _fp8_block(w32: Tensor, num_blocks: int) -> PackedWeight:
@@ -80,17 +82,17 @@ def _fp8_block(w32: Tensor, num_blocks: int) -> PackedWeight:
     return PackedWeight(q, scale[:, :num_blocks].contiguous())
 
 
-def _nvfp4(w32: Tensor, dtype: torch.dtype) -> PackedWeight:
+def _nvfp4(w32: Tensor) -> PackedWeight:
     groups = w32.unflatten(1, (-1, NVFP4_GROUP))
     amax = groups.abs().amax(-1)
     overall = amax.amax().clamp_min(MIN_AMAX) / (E2M1_MAX * FP8_MAX)
     scale = (amax / (E2M1_MAX * overall)).clamp(_MIN_NVFP4_SCALE, FP8_MAX)
     scale = scale.to(torch.float8_e4m3fn)
     q = _to_e2m1(groups / (scale.float() * overall).unsqueeze(-1))
-    return PackedWeight(_packed(q), scale, None, overall.expand(w32.shape[0], 1).contiguous())
+    return PackedWeight(pack_codes(q), scale, None, overall.expand(w32.shape[0], 1).contiguous())
 
 
-def _mxfp4(w32: Tensor, dtype: torch.dtype) -> PackedWeight:
+def _mxfp4(w32: Tensor) -> PackedWeight:
     """Each group takes the better of two exponents: the one that clips nothing, and one less."""
     groups = w32.unflatten(1, (-1, MXFP4_GROUP))
     amax = groups.abs().amax(-1).clamp_min(MIN_AMAX)
@@ -103,12 +105,12 @@ def _mxfp4(w32: Tensor, dtype: torch.dtype) -> PackedWeight:
         found = ((exponent + 127).to(torch.uint8), codes, _error(groups, codes, scale))
         best = found if best is None else _better(best, found)
     assert best is not None
-    return PackedWeight(_packed(best[1]), best[0])
+    return PackedWeight(pack_codes(best[1]), best[0])
 
 
-def _int4(w32: Tensor, dtype: torch.dtype) -> PackedWeight:
+def _int4(w32: Tensor, group: int, dtype: torch.dtype) -> PackedWeight:
     """Symmetric, codes 0 to 15 around 8, the scale of the model's own dtype."""
-    groups = w32.unflatten(1, (-1, INT4_GROUP))
+    groups = w32.unflatten(1, (-1, group))
     amax = groups.abs().amax(-1).clamp_min(MIN_AMAX)
     best: tuple[Tensor, Tensor, Tensor] | None = None
     for share in _INT4_SHARES:
@@ -119,7 +121,7 @@ def _int4(w32: Tensor, dtype: torch.dtype) -> PackedWeight:
         found = (scale, (codes + 8).to(torch.uint8), error)
         best = found if best is None else _better(best, found)
     assert best is not None
-    return PackedWeight(_packed(best[1]), best[0])
+    return PackedWeight(pack_codes(best[1]), best[0])
 
 
 def _better(
@@ -153,8 +155,8 @@ def _to_e2m1(x: Tensor) -> Tensor:
     return codes | (x.signbit().to(torch.uint8) << 3)
 
 
-def _packed(codes: Tensor) -> Tensor:
-    """Codes [n, groups, group] two in a byte: [n, columns / 2]."""
+def pack_codes(codes: Tensor) -> Tensor:
+    """Codes uint8 [n, ...] two in a byte: [n, columns / 2]."""
     flat = codes.flatten(1)
     return flat[:, 0::2] | (flat[:, 1::2] << 4)
 

@@ -4,15 +4,15 @@ A format is how a matrix [n, k] lies in memory. `q` may hold more columns than k
 says of what they are a multiple, so that rows start at 16 bytes); what stands in them is finite
 and without effect.
 
-    format           q                      scale                            more
+    format           q                      scale                          more
     fp8_tensor       e4m3 [n, k]            fp32 [1]
     fp8_channel      e4m3 [n, k]            fp32 [n, 1]
     fp8_block        e4m3 [n, k]            fp32 [ceil(n/128), ceil(k/128)]
     fp8_token_block  e4m3 [n, k]            fp32 [n, ceil(k/128)]
     int8_channel     int8 [n, k]            fp32 [n, 1]
-    nvfp4            uint8 [n, k/2] e2m1    e4m3 [n, k/16]                   global_scale fp32 [n, 1]
-    mxfp4            uint8 [n, k/2] e2m1    uint8 [n, k/32], 2^(value - 127)
-    int4_group       uint8 [n, k/2], 0..15  any float [n, k/g]               zero uint8 [n, k/g] or 8
+    nvfp4            uint8 [n, k/2] e2m1    e4m3 [n, k/16]                global_scale: fp32 [n, 1]
+    mxfp4            uint8 [n, k/2] e2m1    uint8 [n, k/32]: 2^(byte - 127)
+    int4_group       uint8 [n, k/2], 0..15  any float [n, k/g]            zero: uint8 [n, k/g], or 8
 
 Packed bytes hold column 2j in the low nibble and 2j + 1 in the high one. A value is
 `q * scale` (nvfp4: `(q * scale) * global_scale`; int4: `(q - zero) * scale`), computed in fp32 and

@@ -8,12 +8,14 @@ Reads plain JSON, in the spelling of transformers 4 and of transformers 5; impor
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from compiled_engine.errors import ConfigError
+from compiled_engine.models.checkpoint_header import first_dtype
+from compiled_engine.models.quant_config import read_quantization
+from compiled_engine.models.quant_plan import HEAD, QuantPlan
 
 ModelDtype = Literal["bfloat16", "float16", "float32"]
 
@@ -24,11 +26,7 @@ _DTYPES: dict[str, ModelDtype] = {
     "bfloat16": "bfloat16",
     "float16": "float16",
     "float32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
 }
-_MAX_HEADER_BYTES = 100_000_000
 
 # Fields that change what a layer computes and that no supported architecture has: any value but
 # the listed neutral ones is refused.
@@ -43,8 +41,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (None, 1),
     "query_pre_attn_scalar": (None,),
     "partial_rotary_factor": (None, 1),
-    "quantization_config": (None,),
-    "compression_config": (None,),
 }
 
 
@@ -85,6 +81,7 @@ class ModelConfig:
         dtype: the model's own dtype, which `--dtype auto` takes.
         eos_token_ids: ids that end an answer, from generation_config.json where it says so.
         bos_token_id: None where the model has none.
+        quantization: which linear layers are quantised, and how; None: none.
     """
 
     architecture: str
@@ -106,6 +103,15 @@ class ModelConfig:
     dtype: ModelDtype = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    quantization: QuantPlan | None = None
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the output projection is a matrix of its own: not tied, or quantised."""
+        if not self.tie_word_embeddings:
+            return True
+        scheme = self.quantization.scheme(HEAD) if self.quantization else None
+        return scheme is not None and scheme.layout == "plain"
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -184,6 +190,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         bos_token_id=next(
             iter(fields.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
         ),
+        quantization=read_quantization(fields.values, folder),
     )
 
 
@@ -269,8 +276,6 @@ def _refuse_unsupported(fields: _Fields, family: str) -> None:
     for field, neutral in _NEUTRAL_VALUES.items():
         value = fields.values.get(field)
         if value not in neutral:
-            if field == "quantization_config" and isinstance(value, dict):
-                value = value.get("quant_method", value)
             fields.refuse(field, f"is {value!r}; no supported model file computes it")
     # Qwen configs carry a window size that only `use_sliding_window: true` switches on.
     window = fields.values.get("sliding_window")
@@ -320,25 +325,7 @@ def _dtype(fields: _Fields, folder: Path) -> ModelDtype:
     field = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
     value = fields.values.get(field)
     if value is None:
-        value = _checkpoint_dtype(folder) or "bfloat16"
+        value = first_dtype(folder) or "bfloat16"
     if not isinstance(value, str) or value.removeprefix("torch.") not in _DTYPES:
         fields.refuse(field, f"is {value!r}; supported are bfloat16, float16, float32")
     return _DTYPES[value.removeprefix("torch.")]
-
-
-def _checkpoint_dtype(folder: Path) -> str | None:
-    """Dtype of the first floating-point tensor of the first safetensors file, if there is one."""
-    for path in sorted(folder.glob("*.safetensors"))[:1]:
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 0 < size <= _MAX_HEADER_BYTES:
-                return None
-            try:
-                header = json.loads(file.read(size))
-            except ValueError:
-                return None
-        for name, entry in header.items():
-            if name != "__metadata__" and entry.get("dtype") in _DTYPES:
-                return str(entry["dtype"])
-    return None

@@ -197,7 +197,8 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = DecoderStack(config, self.attention_class)
-        if not config.tie_word_embeddings:
+        self.lm_head: nn.Module | None = None
+        if config.has_own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
@@ -212,7 +213,7 @@ class CausalLM(nn.Module):
     def head(self, residual: Tensor) -> Tensor:
         """Residual stream behind the last layer [T, hidden] to logits [T, vocab_size]."""
         normed = self.model.norm(residual)
-        if self.config.tie_word_embeddings:
+        if self.lm_head is None:
             return nn.functional.linear(normed, self.model.embed_tokens.weight)
         return self.lm_head(normed)
 

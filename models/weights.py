@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.config import ModelConfig, read_json
 from compiled_engine.models.layers import CausalLM
+from compiled_engine.models.quant_layouts import Expected
+from compiled_engine.models.quant_linear import QuantLinear, quantize_layers
+from compiled_engine.models.quant_weights import QuantPart, fill_parts, fill_random, quant_parts
 from compiled_engine.models.weight_stream import (
     FileRange,
     safetensors_offsets,
@@ -43,11 +47,19 @@ _FLOAT_DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+_DTYPES = _FLOAT_DTYPES | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Header entry of one checkpoint tensor: shape, dtype (None if no float), bytes in the file."""
+    """Header entry of one checkpoint tensor: shape, dtype (None if unknown), bytes in the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
@@ -78,10 +90,24 @@ def build_model(
 
     The module is made without storage first, so nothing is initialised twice or held twice.
     """
-    with torch.device("meta"):
-        model = model_class(config)
+    model = outline_model(model_class, config, dtype=dtype)
     materialize(model, dtype=dtype, device=device)
     return model.eval()
+
+
+def outline_model(
+    model_class: type[CausalLM], config: ModelConfig, *, dtype: torch.dtype
+) -> CausalLM:
+    """A model whose parameters have shapes and dtypes and no storage."""
+    with torch.device("meta"):
+        model = model_class(config)
+    if config.quantization is not None:
+        quantize_layers(model, config.quantization, partial(parts_of, model))
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if name not in getattr(module, "fixed_dtypes", ()):
+                setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+    return model
 
 
 def materialize(model: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -92,7 +118,9 @@ def materialize(model: nn.Module, *, dtype: torch.dtype, device: torch.device) -
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+                is_fixed = name in getattr(module, "fixed_dtypes", ())
+                own = parameter.dtype if is_fixed else dtype
+                storage = torch.empty(parameter.shape, dtype=own, device=device)
                 setattr(module, name, nn.Parameter(storage, requires_grad=False))
             parameter.requires_grad_(False)
         reset = getattr(module, "reset", None)
@@ -128,11 +156,14 @@ def load_weights(
     materialize(model, dtype=dtype, device=device)
     files = _checkpoint_files(folder, allow_pickle=allow_pickle)
     targets = _targets(model)
+    parts = _quant_parts(model)
     infos: dict[str, TensorInfo] = {}
     for path in files:
         infos.update(_open_checkpoint(path).infos())
-    _check_tensors(folder, targets, infos, tied=model.config.tie_word_embeddings)
-    total = sum(infos[name].num_bytes for name in targets)
+    _check_tensors(folder, model, targets, parts, infos)
+    sizes = {name: info.num_bytes for name, info in infos.items()}
+    packed = [name for part in parts for name in part.expected() if name in infos]
+    total = sum(sizes[name] for name in (*targets, *packed))
     done = 0
 
     def on_tensor(name: str) -> None:
@@ -143,13 +174,25 @@ def load_weights(
 
     place = next(model.parameters()).device
     if place.type == "cuda" and all(path.suffix == ".safetensors" for path in files):
-        _stream_files(files, targets, infos, place, on_tensor)
+        copy = partial(_stream_files, files, infos, place)
     else:
-        _copy_files(files, targets, on_tensor)
+        copy = partial(_copy_files, files)
+    copy({name: target.rows for name, target in targets.items()}, on_tensor)
+
+    def read(names: Sequence[str]) -> Mapping[str, Tensor]:
+        """The tensors as they are in the files, on the model's device."""
+        made = {
+            name: torch.empty(infos[name].shape, dtype=infos[name].dtype, device=place)
+            for name in names
+        }
+        copy(made, lambda name: None)
+        return made
+
+    fill_parts(parts, sizes, read, on_tensor)
 
 
 def _copy_files(
-    files: list[Path], targets: dict[str, _Target], on_tensor: Callable[[str], None]
+    files: list[Path], targets: dict[str, Tensor], on_tensor: Callable[[str], None]
 ) -> None:
     """Copies every tensor out of the mapped files."""
     for path in files:
@@ -157,15 +200,15 @@ def _copy_files(
         for name in checkpoint.infos():
             if name in targets:
                 with torch.no_grad():
-                    targets[name].rows.copy_(checkpoint.tensor(name))
+                    targets[name].copy_(checkpoint.tensor(name))
                 on_tensor(name)
 
 
 def _stream_files(
     files: list[Path],
-    targets: dict[str, _Target],
     infos: dict[str, TensorInfo],
     device: torch.device,
+    targets: dict[str, Tensor],
     on_tensor: Callable[[str], None],
 ) -> None:
     """Reads every tensor by threads and copies it to the device meanwhile."""
@@ -175,7 +218,7 @@ def _stream_files(
             if name in targets:
                 dtype = infos[name].dtype
                 assert dtype is not None, name
-                ranges[name] = FileRange(name, path, offset, dtype, targets[name].rows)
+                ranges[name] = FileRange(name, path, offset, dtype, targets[name])
     left = {name: item.num_bytes for name, item in ranges.items()}
     try:
         for chunk in stream_chunks(split_ranges(list(ranges.values())), device):
@@ -195,35 +238,61 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
     Matrices are normal with standard deviation 0.02, norm weights 1 and biases 0. Each parameter's
     numbers depend on the seed and its name only: not on order, on threads or on other parameters.
     """
+
+    def normal(name: str, values: Tensor) -> Tensor:
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+        generator = torch.Generator(device=values.device)
+        generator.manual_seed(int.from_bytes(digest, "little"))
+        return values.normal_(0.0, DUMMY_STD, generator=generator)
+
+    dtype = model.model.norm.weight.dtype
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in _own_parameters(model):
             if name.endswith(".bias"):
                 parameter.zero_()
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
-                digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
-                generator = torch.Generator(device=parameter.device)
-                generator.manual_seed(int.from_bytes(digest, "little"))
-                parameter.normal_(0.0, DUMMY_STD, generator=generator)
+                normal(name, parameter)
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLinear):
+                fill_random(module, partial(normal, f"{name}.weight"), dtype)
+
+
+def _own_parameters(model: CausalLM) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters but those that `quant_weights` fills."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not isinstance(module, QuantLinear) or name not in module.fixed_dtypes:
+                yield f"{path}.{name}", parameter
 
 
 def _targets(model: CausalLM) -> dict[str, _Target]:
     """Checkpoint tensor name -> where it goes."""
-    packed = model.packed_modules
     targets: dict[str, _Target] = {}
-    for name, parameter in model.named_parameters():
-        *path, module, kind = name.split(".")
-        if module not in packed:
-            targets[name] = _Target(parameter, 0, tuple(parameter.shape))
-            continue
+    for name, parameter in _own_parameters(model):
+        layer, _, kind = name.rpartition(".")
         start = 0
-        for part, num_rows in zip(packed[module], _part_rows(model.config, module), strict=True):
+        for part, num_rows in parts_of(model, layer, parameter.shape[0]).items():
             shape = (num_rows, *parameter.shape[1:])
-            targets[".".join([*path, part, kind])] = _Target(parameter, start, shape)
+            targets[f"{part}.{kind}"] = _Target(parameter, start, shape)
             start += num_rows
         assert start == parameter.shape[0], (name, start, parameter.shape)
     return targets
+
+
+def parts_of(model: CausalLM, layer: str, num_rows: int) -> dict[str, int]:
+    """Name and rows of each checkpoint layer that the model's `layer` holds, in order."""
+    path, _, last = layer.rpartition(".")
+    if last not in model.packed_modules:
+        return {layer: num_rows}
+    names = [f"{path}.{part}" for part in model.packed_modules[last]]
+    return dict(zip(names, _part_rows(model.config, last), strict=True))
+
+
+def _quant_parts(model: CausalLM) -> list[QuantPart]:
+    tied = "model.embed_tokens.weight" if model.config.tie_word_embeddings else ""
+    return quant_parts(model, partial(parts_of, model), tied)
 
 
 def _part_rows(config: ModelConfig, module: str) -> tuple[int, ...]:
@@ -237,30 +306,49 @@ def _part_rows(config: ModelConfig, module: str) -> tuple[int, ...]:
 
 
 def _check_tensors(
-    folder: Path, targets: dict[str, _Target], infos: dict[str, TensorInfo], *, tied: bool
+    folder: Path,
+    model: CausalLM,
+    targets: dict[str, _Target],
+    parts: Sequence[QuantPart],
+    infos: dict[str, TensorInfo],
 ) -> None:
-    def is_harmless(name: str) -> bool:
-        return name.endswith(_HARMLESS_SUFFIXES) or (tied and name == "lm_head.weight")
+    expected = {
+        name: Expected((target.shape,), tuple(_FLOAT_DTYPES.values()))
+        for name, target in targets.items()
+    }
+    unused = set().union(*(part.unused() for part in parts))
+    for part in parts:
+        expected |= {name: e for name, e in part.expected().items() if name not in targets}
+    plan = model.config.quantization
+    suffixes = (*_HARMLESS_SUFFIXES, *(plan.unused if plan else ()))
+    tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
 
-    missing = [name for name in targets if name not in infos]
-    unexpected = [name for name in infos if name not in targets and not is_harmless(name)]
-    shapes, dtypes = [], []
-    for name, target in targets.items():
+    def is_harmless(name: str) -> bool:
+        return name.endswith(suffixes) or name in tied or name in unused
+
+    missing = [n for n, wanted in expected.items() if n not in infos and not wanted.is_optional]
+    unexpected = [name for name in infos if name not in expected and not is_harmless(name)]
+    shapes: list[str] = []
+    dtypes: list[str] = []
+    wrong: list[str] = []
+    for name, wanted in expected.items():
         info = infos.get(name)
         if info is None:
             continue
-        if info.shape != target.shape:
+        if info.shape not in wanted.shapes:
             hint = ""
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 hint = " (rows are vocab_size in config.json)"
-            shapes.append(f"{name} is {list(info.shape)}, not {list(target.shape)}{hint}")
-        if info.dtype is None:
-            dtypes.append(name)
+            allowed = " or ".join(str(list(shape)) for shape in wanted.shapes)
+            shapes.append(f"{name} is {list(info.shape)}, not {allowed}{hint}")
+        if info.dtype not in wanted.dtypes:
+            (dtypes if name in targets else wrong).append(name)
     problems = {
         "missing": missing,
         "unexpected": unexpected,
         "of a wrong shape": shapes,
         "not bfloat16, float16, float32 or float64": dtypes,
+        "of a dtype that the checkpoint's quantization_config does not mean": wrong,
     }
     lines = [
         f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what}: {_list(names)}"
@@ -343,13 +431,15 @@ class _SafetensorsFile:
         infos = {}
         for name in self._file.keys():  # noqa: SIM118 - not a dict
             view = self._file.get_slice(name)
-            dtype = _FLOAT_DTYPES.get(view.get_dtype())
+            dtype = _DTYPES.get(view.get_dtype())
             shape = tuple(view.get_shape())
             infos[name] = TensorInfo(shape, dtype, _num_bytes(shape, dtype))
         return infos
 
     def tensor(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)
+        tensor = self._file.get_tensor(name)
+        is_exponent = tensor.dtype == torch.float8_e8m0fnu
+        return tensor.view(torch.uint8) if is_exponent else tensor
 
 
 class _PickleFile:
@@ -365,7 +455,7 @@ class _PickleFile:
         return {
             name: TensorInfo(
                 tuple(tensor.shape),
-                tensor.dtype if tensor.dtype in _FLOAT_DTYPES.values() else None,
+                tensor.dtype if tensor.dtype in _DTYPES.values() else None,
                 tensor.nbytes,
             )
             for name, tensor in self._tensors.items()

@@ -126,7 +126,7 @@ def test_load_model_config_reads_new_rope_parameters(tmp_path: Path) -> None:
         ("sliding_window", 128, "sliding_window is 128"),
         ("layer_types", ["full_attention", "sliding_attention"], "layer_types"),
         ("hidden_act", "gelu", "hidden_act"),
-        ("quantization_config", {"quant_method": "fp8"}, "'fp8'"),
+        ("quantization_config", {"quant_method": "bitsandbytes"}, "'bitsandbytes'"),
         ("attn_logit_softcapping", 50.0, "attn_logit_softcapping"),
         ("final_logit_softcapping", 30.0, "final_logit_softcapping"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor"),

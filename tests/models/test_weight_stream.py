@@ -119,7 +119,7 @@ def stream_model(
         weights_module,
         "_copy_files",
         lambda files, targets, on_tensor: weights_module._stream_files(
-            files, targets, infos, device, on_tensor
+            files, infos, device, targets, on_tensor
         ),
     )
     files = [folder / "model.safetensors"]

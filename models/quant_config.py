@@ -1,0 +1,360 @@
+"""Reads how a published checkpoint says it is quantised, and refuses by name what is not known.
+
+From `quantization_config` of `config.json` (or `compression_config`, or ModelOpt's own
+`hf_quant_config.json`) to a `QuantPlan`. Which tensors a layer then has is in `quant_layouts.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from compiled_engine.errors import ConfigError
+from compiled_engine.models.checkpoint_header import first_dtype
+from compiled_engine.models.quant_plan import HEAD, LinearScheme, QuantPlan
+
+Rules = tuple[tuple[tuple[str, ...], LinearScheme], ...]
+_WEIGHT_ONLY = "activations stay as they are: products with 4-bit activations are not there"
+_DYNAMIC = "activations get a scale a token, where the checkpoint asks for one of all tokens"
+# Scales of keys and values, behind the attention layer's name or a projection's.
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
+
+
+class _Section:
+    """One JSON object of a quantisation config; errors name the field."""
+
+    def __init__(self, values: Any, name: str) -> None:
+        self.name = name
+        if not isinstance(values, dict):
+            raise ConfigError(f"{name} is {values!r}; it must be an object", param=name)
+        self.values = values
+
+    def refuse(self, field: str, reason: str) -> NoReturn:
+        raise ConfigError(f"{self.name}.{field} {reason}", param="quantization_config")
+
+    def one_of(self, field: str, *allowed: Any) -> Any:
+        """The field's value, which must be one of `allowed`; None is "not there"."""
+        value = self.values.get(field)
+        if value not in allowed:
+            named = ", ".join(repr(choice) for choice in allowed if choice is not None)
+            self.refuse(field, f"is {value!r}; supported is {named or 'to leave it out'}")
+        return value
+
+    def section(self, field: str) -> _Section | None:
+        """A nested object, or None."""
+        value = self.values.get(field)
+        return None if value is None else _Section(value, f"{self.name}.{field}")
+
+    def names(self, *fields: str) -> tuple[str, ...]:
+        """All strings of some lists."""
+        found: list[str] = []
+        for field in fields:
+            value = self.values.get(field) or []
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                self.refuse(field, f"is {value!r}; it must be a list of names")
+            found += value
+        return tuple(found)
+
+    def only(self, known: str) -> None:
+        """Refuses fields that are set and not among the names in `known`."""
+        for field, value in self.values.items():
+            if value not in (None, False, {}, []) and field not in known.split():
+                self.refuse(field, f"is {value!r}; nobody knows here what it means")
+
+
+def read_quantization(values: dict[str, Any], folder: Path) -> QuantPlan | None:
+    """The plan of a checkpoint; None if it is not quantised.
+
+    Args:
+        values: its `config.json`.
+        folder: where ModelOpt's file may lie.
+
+    Raises:
+        ConfigError: a method or an option that is not supported; names the field.
+    """
+    raw = values.get("quantization_config")
+    if raw is None and values.get("compression_config") is not None:
+        raw = {**values["compression_config"], "quant_method": "compressed-tensors"}
+    own_path = folder / "hf_quant_config.json"
+    if raw is None and own_path.exists():
+        try:
+            own = json.loads(own_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{own_path} cannot be read as JSON: {error}", param="model"
+            ) from error
+        inner = _Section(own, own_path.name).section("quantization")
+        raw = {**(inner.values if inner else {}), "quant_method": "modelopt"}
+    if raw is None:
+        return None
+    section = _Section(raw, "quantization_config")
+    method = section.one_of("quant_method", *_METHODS)
+    return _METHODS[method](section, folder)
+
+
+def _fp8(section: _Section, folder: Path) -> QuantPlan:
+    """DeepSeek's blocks of 128 x 128, and one scale a matrix."""
+    section.only(
+        "quant_method activation_scheme fmt weight_block_size ignored_layers "
+        "modules_to_not_convert scale_fmt kv_cache_scheme"
+    )
+    section.one_of("fmt", None, "e4m3", "float8_e4m3fn")
+    section.one_of("scale_fmt", None, "float")
+    block = section.one_of("weight_block_size", None, [128, 128])
+    activation = section.one_of("activation_scheme", "dynamic", *([] if block else ["static"]))
+    ignored = section.names("ignored_layers", "modules_to_not_convert")
+    if block:
+        scheme = LinearScheme(
+            format="fp8_block", activation_format="fp8_block", layout="fp8_block_inv"
+        )
+    else:
+        scheme = _fp8_tensor(is_static=activation == "static")
+    return QuantPlan(
+        method="fp8",
+        rules=((("Linear",), scheme),),
+        ignored=(*ignored, HEAD),
+        unused=KV_SCALES,
+        note="" if block or activation == "static" else _DYNAMIC,
+    )
+
+
+def _fp8_tensor(*, is_static: bool) -> LinearScheme:
+    activation = "fp8_tensor" if is_static else "fp8_token"
+    return LinearScheme(format="fp8_tensor", activation_format=activation, layout="fp8")
+
+
+def _gptq(section: _Section, folder: Path) -> QuantPlan:
+    section.only(
+        "quant_method bits group_size desc_act sym checkpoint_format format lm_head damp_percent "
+        "static_groups true_sequential model_name_or_path model_file_base_name meta quantizer "
+        "dataset tokenizer model_seqlen block_name_to_quantize module_name_preceding_first_block "
+        "batch_size pad_token_id use_exllama use_cuda_fp16 max_input_length exllama_config "
+        "cache_block_outputs backend pack_dtype mse damp_auto_increment uri version"
+    )
+    section.one_of("bits", 4)
+    section.one_of("desc_act", None, False)
+    section.one_of("pack_dtype", None, "int32")
+    field = "checkpoint_format" if section.values.get("checkpoint_format") else "format"
+    version = section.one_of(field, None, "gptq", "gptq_v2")
+    is_symmetric = section.one_of("sym", True, False)
+    scheme = LinearScheme(
+        format="int4_group",
+        layout=version or "gptq",
+        group_size=_group_size(section, "group_size"),
+        has_zero=not is_symmetric,
+        scale_dtype=_scale_dtype(folder, ".scales"),
+    )
+    ignored = () if section.values.get("lm_head") else (HEAD,)
+    return QuantPlan(method="gptq", rules=((("Linear",), scheme),), ignored=ignored)
+
+
+def _awq(section: _Section, folder: Path) -> QuantPlan:
+    section.only(
+        "quant_method bits group_size zero_point version modules_to_not_convert backend do_fuse "
+        "fuse_max_seq_len modules_to_fuse exllama_config"
+    )
+    section.one_of("bits", 4)
+    section.one_of("zero_point", None, True)
+    section.one_of("version", None, "gemm", "GEMM")
+    scheme = LinearScheme(
+        format="int4_group",
+        layout="awq",
+        group_size=_group_size(section, "group_size"),
+        has_zero=True,
+        scale_dtype=_scale_dtype(folder, ".scales"),
+    )
+    ignored = (*section.names("modules_to_not_convert"), HEAD)
+    return QuantPlan(method="awq", rules=((("Linear",), scheme),), ignored=ignored)
+
+
+def _group_size(section: _Section, field: str) -> int:
+    """Columns that share a scale; 0 for all of them."""
+    value = section.values.get(field)
+    if value == -1:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 8 or value % 8:
+        section.refuse(field, f"is {value!r}; supported are -1 and multiples of 8")
+    return value
+
+
+def _scale_dtype(folder: Path, suffix: str) -> str:
+    """Dtype of the checkpoint's scales: that of the first tensor whose name ends so."""
+    return first_dtype(folder, suffix) or "bfloat16"
+
+
+def _modelopt(section: _Section, folder: Path) -> QuantPlan:
+    section.only(
+        "quant_method quant_algo kv_cache_quant_algo kv_cache_scheme group_size exclude_modules "
+        "ignore producer config_groups"
+    )
+    algorithm = section.one_of("quant_algo", "FP8", "NVFP4")
+    section.one_of("kv_cache_quant_algo", None, "FP8")
+    ignored = (*section.names("exclude_modules", "ignore"), HEAD)
+    if algorithm == "FP8":
+        scheme = _fp8_tensor(is_static=True)
+    else:
+        section.one_of("group_size", None, 16)
+        scheme = LinearScheme(format="nvfp4", layout="nvfp4")
+    return QuantPlan(
+        method="modelopt",
+        rules=((("Linear",), scheme),),
+        ignored=ignored,
+        unused=KV_SCALES,
+        note=_WEIGHT_ONLY if algorithm == "NVFP4" else "",
+    )
+
+
+def _compressed_tensors(section: _Section, folder: Path) -> QuantPlan:
+    section.only(
+        "quant_method config_groups format ignore kv_cache_scheme quantization_status "
+        "sparsity_config global_compression_ratio version"
+    )
+    section.one_of("quantization_status", None, "compressed")
+    sparsity = section.section("sparsity_config")
+    if sparsity is not None and sparsity.values:
+        sparsity.one_of("format", None, "dense")
+    groups = section.section("config_groups")
+    if groups is None or not groups.values:
+        section.refuse("config_groups", "is missing")
+    rules: Rules = ()
+    notes = []
+    for name in groups.values:
+        group = groups.section(name)
+        assert group is not None
+        group.only("targets weights input_activations output_activations format")
+        overall = section.values.get("format")
+        scheme, note = _compressed_scheme(group, group.values.get("format") or overall, folder)
+        notes.append(note)
+        rules = (*rules, (group.names("targets"), scheme))
+    # A layer's own name counts for more than its class.
+    rules = tuple(sorted(rules, key=lambda rule: "Linear" in rule[0]))
+    return QuantPlan(
+        method="compressed-tensors",
+        rules=rules,
+        ignored=section.names("ignore"),
+        unused=KV_SCALES,
+        note=next((note for note in notes if note), ""),
+    )
+
+
+def _compressed_scheme(
+    group: _Section, packing: str | None, folder: Path
+) -> tuple[LinearScheme, str]:
+    """The scheme of one group, and what is to be said about it."""
+    weights, inputs = group.section("weights"), group.section("input_activations")
+    group.one_of("output_activations", None)
+    if weights is None:
+        group.refuse("weights", "is missing")
+    for part in (weights, inputs):
+        if part is not None:
+            part.only(
+                "num_bits type symmetric strategy group_size dynamic block_structure observer "
+                "observer_kwargs scale_dtype zp_dtype actorder"
+            )
+    weights.one_of("dynamic", None, False)
+    weights.one_of("actorder", None, False, "static", "weight")
+    kind = (weights.values.get("type"), weights.values.get("num_bits"))
+    if kind == ("float", 8):
+        return _compressed_fp8(weights, inputs)
+    if kind == ("int", 8):
+        return _compressed_int8(group, weights, inputs, packing)
+    if kind == ("float", 4):
+        return _compressed_fp4(group, weights, packing)
+    if kind == ("int", 4):
+        if inputs is not None:
+            group.refuse("input_activations", "with 4-bit integer weights are not supported")
+        if packing != "pack-quantized":
+            group.refuse("format", f'is {packing!r}; 4-bit integers are "pack-quantized"')
+        strategy = weights.one_of("strategy", "group", "channel")
+        scheme = LinearScheme(
+            format="int4_group",
+            layout="int4_rows",
+            group_size=_group_size(weights, "group_size") if strategy == "group" else 0,
+            has_zero=weights.one_of("symmetric", True, False) is False,
+            scale_dtype=_scale_dtype(folder, ".weight_scale"),
+        )
+        return scheme, ""
+    weights.refuse("num_bits", f"is {kind[1]!r} of type {kind[0]!r}; supported are 4 and 8")
+
+
+def _compressed_fp8(weights: _Section, inputs: _Section | None) -> tuple[LinearScheme, str]:
+    weights.one_of("symmetric", None, True)
+    strategy = weights.one_of("strategy", "tensor", "channel", "block")
+    format, layout = {
+        "tensor": ("fp8_tensor", "fp8"),
+        "channel": ("fp8_channel", "fp8"),
+        "block": ("fp8_block", "fp8_block"),
+    }[strategy]
+    if strategy == "block":
+        weights.one_of("block_structure", [128, 128], "128x128")
+    if inputs is None:
+        return LinearScheme(format=format, layout=layout), ""
+    if (inputs.values.get("type"), inputs.values.get("num_bits")) != ("float", 8):
+        inputs.refuse("num_bits", f"is {inputs.values.get('num_bits')!r}; with fp8 weights it is 8")
+    inputs.one_of("symmetric", None, True)
+    is_static = inputs.one_of("dynamic", True, False) is False
+    note = ""
+    if strategy == "block":
+        inputs.one_of("strategy", "group")
+        inputs.one_of("group_size", 128)
+        inputs.one_of("dynamic", True)
+        activation = "fp8_block"
+    elif is_static:
+        inputs.one_of("strategy", "tensor")
+        activation = "fp8_tensor"
+    else:
+        activation = "fp8_token"
+        note = _DYNAMIC if inputs.one_of("strategy", "token", "tensor") == "tensor" else ""
+    return LinearScheme(format=format, activation_format=activation, layout=layout), note
+
+
+def _compressed_int8(
+    group: _Section, weights: _Section, inputs: _Section | None, packing: str | None
+) -> tuple[LinearScheme, str]:
+    if packing != "int-quantized":
+        group.refuse("format", f'is {packing!r}; 8-bit integers are "int-quantized"')
+    weights.one_of("symmetric", None, True)
+    weights.one_of("strategy", "channel", "tensor")
+    activation = ""
+    if inputs is not None:
+        inputs.one_of("type", "int")
+        inputs.one_of("num_bits", 8)
+        inputs.one_of("symmetric", None, True)
+        inputs.one_of("strategy", "token")
+        inputs.one_of("dynamic", True)
+        activation = "int8_token"
+    return LinearScheme(format="int8_channel", activation_format=activation, layout="int8"), ""
+
+
+def _compressed_fp4(
+    group: _Section, weights: _Section, packing: str | None
+) -> tuple[LinearScheme, str]:
+    note = "" if group.values.get("input_activations") is None else _WEIGHT_ONLY
+    if packing == "nvfp4-pack-quantized":
+        weights.one_of("strategy", "tensor_group")
+        weights.one_of("group_size", 16)
+        return LinearScheme(format="nvfp4", layout="nvfp4_packed"), note
+    if packing == "mxfp4-pack-quantized":
+        weights.one_of("strategy", "group")
+        weights.one_of("group_size", 32)
+        return LinearScheme(format="mxfp4", layout="mxfp4_packed"), note
+    group.refuse("format", f"is {packing!r}; 4-bit floats are nvfp4- or mxfp4-pack-quantized")
+
+
+def _mxfp4(section: _Section, folder: Path) -> QuantPlan | None:
+    """Experts of gpt-oss: they bring their own tensors, no linear layer is quantised."""
+    section.only("quant_method modules_to_not_convert")
+    return None
+
+
+_METHODS: dict[str, Callable[[_Section, Path], QuantPlan | None]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "awq": _awq,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+}

@@ -1,0 +1,297 @@
+"""How published checkpoints spell a quantised matrix, and how that becomes ours.
+
+One `Layout` a spelling: which tensors a layer has (names behind the layer's own, shapes, dtypes),
+and the function that makes them a `PackedWeight`. Nothing is rounded here: every value is the one
+that the checkpoint's own rule gives.
+
+Source: DeepSeek-V3's and Qwen3's FP8 checkpoints, the compressed-tensors, AutoAWQ, GPTQModel,
+ModelOpt and torchao projects' documentation of their formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_engine.custom_ops.quant_pack import PackedWeight, pack_codes, quantize_weight
+from compiled_engine.custom_ops.reference_quant import BLOCK
+from compiled_engine.errors import ConfigError
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+E4M3 = torch.float8_e4m3fn
+SCALAR = ((), (1,))
+# The order in which AWQ puts eight neighbours into an int32, low nibble first.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_PER_INT32 = 8
+
+
+class Sizes(NamedTuple):
+    """What the tensors of one checkpoint layer must be measured against.
+
+    Attributes:
+        rows, columns: of the matrix.
+        format: of ours that it becomes.
+        group: columns that share a scale; 0 where the format has no groups.
+        stored: columns ours is stored with.
+        has_zero: int4: it has codes that mean 0.
+        is_static: the input's scale is a part of it.
+    """
+
+    rows: int
+    columns: int
+    format: str
+    group: int
+    stored: int
+    has_zero: bool
+    is_static: bool
+
+    @property
+    def groups(self) -> int:
+        """Groups that the checkpoint has."""
+        return -(-self.columns // self.group) if self.group else 1
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks of 128 x 128."""
+        return -(-self.rows // BLOCK), -(-self.columns // BLOCK)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One tensor of a checkpoint layer: shapes and dtypes it may have."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    is_optional: bool = False
+
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A spelling.
+
+    Attributes:
+        expected: sizes -> the tensors of a layer by suffix.
+        packed: sizes and those tensors -> ours.
+        unused: suffixes of tensors it may have and that are not needed.
+    """
+
+    expected: Callable[[Sizes], dict[str, Expected]]
+    packed: Callable[[Sizes, Tensors], PackedWeight]
+    unused: tuple[str, ...] = ()
+
+
+def _plain_expected(sizes: Sizes) -> dict[str, Expected]:
+    return {"weight": Expected(((sizes.rows, sizes.columns),), (*FLOATS, torch.float64))}
+
+
+def _plain_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
+    return quantize_weight(tensors["weight"], sizes.format)
+
+
+def _input_scale(sizes: Sizes) -> dict[str, Expected]:
+    return {"input_scale": Expected(SCALAR, FLOATS)} if sizes.is_static else {}
+
+
+def _fp8_expected(sizes: Sizes) -> dict[str, Expected]:
+    n, k = sizes.rows, sizes.columns
+    return {
+        "weight": Expected(((n, k),), (E4M3,)),
+        "weight_scale": Expected((*SCALAR, (n, 1), (n,)), FLOATS),
+        **_input_scale(sizes),
+    }
+
+
+def _int8_expected(sizes: Sizes) -> dict[str, Expected]:
+    n, k = sizes.rows, sizes.columns
+    return {
+        "weight": Expected(((n, k),), (torch.int8,)),
+        "weight_scale": Expected((*SCALAR, (n, 1), (n,)), FLOATS),
+    }
+
+
+def _scaled_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
+    """One scale for the matrix or a row."""
+    scale = tensors["weight_scale"].float().reshape(-1, 1)
+    if sizes.format == "fp8_tensor":
+        scale = scale.reshape(1)
+    else:
+        scale = scale.expand(sizes.rows, 1)
+    return PackedWeight(_widened(tensors["weight"], sizes.stored), scale)
+
+
+def _blocks_expected(name: str) -> Callable[[Sizes], dict[str, Expected]]:
+    def expected(sizes: Sizes) -> dict[str, Expected]:
+        return {
+            "weight": Expected(((sizes.rows, sizes.columns),), (E4M3,)),
+            name: Expected((sizes.blocks,), FLOATS),
+        }
+
+    return expected
+
+
+def _blocks_packed(name: str) -> Callable[[Sizes, Tensors], PackedWeight]:
+    def packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
+        scale = tensors[name].float()
+        if sizes.format == "fp8_token_block":
+            scale = scale.repeat_interleave(BLOCK, 0)[: sizes.rows]
+        return PackedWeight(_widened(tensors["weight"], sizes.stored), scale)
+
+    return packed
+
+
+def _fp4_expected(values: str, *scalars: str) -> Callable[[Sizes], dict[str, Expected]]:
+    def expected(sizes: Sizes) -> dict[str, Expected]:
+        dtype = E4M3 if sizes.format == "nvfp4" else torch.uint8
+        return {
+            values: Expected(((sizes.rows, sizes.columns // 2),), (torch.uint8,)),
+            "weight_scale": Expected(((sizes.rows, sizes.groups),), (dtype,)),
+            **{name: Expected(SCALAR, FLOATS) for name in scalars},
+        }
+
+    return expected
+
+
+def _fp4_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
+    values = tensors.get("weight_packed", tensors.get("weight"))
+    assert values is not None
+    global_scale = None
+    if sizes.format == "nvfp4":
+        if "weight_scale_2" in tensors:
+            global_scale = tensors["weight_scale_2"].float()
+        else:  # compressed-tensors divides by it
+            global_scale = 1.0 / tensors["weight_global_scale"].float()
+        global_scale = global_scale.reshape(1, 1).expand(sizes.rows, 1)
+    scale = _widened(tensors["weight_scale"], sizes.stored // sizes.group)
+    return PackedWeight(_widened(values, sizes.stored // 2), scale, None, global_scale)
+
+
+def _int32_columns_expected(sizes: Sizes) -> dict[str, Expected]:
+    n, k = sizes.rows, sizes.columns
+    found = {
+        "weight_packed": Expected(((n, -(-k // _PER_INT32)),), (torch.int32,)),
+        "weight_scale": Expected(((n, sizes.groups),), FLOATS),
+        "weight_shape": Expected(((2,),), (torch.int64, torch.int32), is_optional=True),
+    }
+    if sizes.has_zero:
+        zeros = (-(-n // _PER_INT32), sizes.groups)
+        found["weight_zero_point"] = Expected((zeros,), (torch.int32,))
+    return found
+
+
+def _int32_columns_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
+    shape = tensors.get("weight_shape")
+    if shape is not None and shape.tolist() != [sizes.rows, sizes.columns]:
+        raise ConfigError(
+            f"weight_shape is {shape.tolist()}, not {[sizes.rows, sizes.columns]}", param="model"
+        )
+    codes = _nibbles(tensors["weight_packed"])[:, : sizes.columns]
+    zero = None
+    if sizes.has_zero:  # packed along the rows
+        zero = _nibbles(tensors["weight_zero_point"].T).T[: sizes.rows]
+    return _int4(sizes, codes, tensors["weight_scale"], zero)
+
+
+def _gptq_expected(sizes: Sizes) -> dict[str, Expected]:
+    n, k, groups = sizes.rows, sizes.columns, sizes.groups
+    return {
+        "qweight": Expected(((k // _PER_INT32, n),), (torch.int32,)),
+        "qzeros": Expected(((groups, n // _PER_INT32),), (torch.int32,)),
+        "scales": Expected(((groups, n),), FLOATS),
+        "g_idx": Expected(((k,),), (torch.int32,), is_optional=True),
+    }
+
+
+def _gptq_packed(offset: int) -> Callable[[Sizes, Tensors], PackedWeight]:
+    """`offset` is added to stored zeros: the first version of the layout keeps them less one."""
+
+    def packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
+        index = tensors.get("g_idx")
+        if index is not None:
+            columns = torch.arange(sizes.columns, device=index.device)
+            if not torch.equal(index.long(), columns // sizes.group):
+                raise ConfigError(
+                    "g_idx sorts the columns by activation order, which is not supported",
+                    param="quantization_config",
+                )
+        codes = _nibbles(tensors["qweight"].T)
+        # A zero of 0, less one, is stored as 15.
+        zero = (_nibbles(tensors["qzeros"]).T + offset) & 15
+        if not sizes.has_zero and not bool((zero == 8).all()):
+            raise ConfigError(
+                "the checkpoint says it is symmetric (sym) and its qzeros are not",
+                param="quantization_config",
+            )
+        return _int4(sizes, codes, tensors["scales"].T, zero if sizes.has_zero else None)
+
+    return packed
+
+
+def _awq_expected(sizes: Sizes) -> dict[str, Expected]:
+    n, k, groups = sizes.rows, sizes.columns, sizes.groups
+    return {
+        "qweight": Expected(((k, n // _PER_INT32),), (torch.int32,)),
+        "qzeros": Expected(((groups, n // _PER_INT32),), (torch.int32,)),
+        "scales": Expected(((groups, n),), FLOATS),
+    }
+
+
+def _awq_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
+    codes, zeros = (_awq_nibbles(tensors[name]).T for name in ("qweight", "qzeros"))
+    return _int4(sizes, codes, tensors["scales"].T, zeros)
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """Int32 [r, c] to codes uint8 [r, 8 c], low nibble first."""
+    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def _awq_nibbles(words: Tensor) -> Tensor:
+    """Int32 [r, c] to codes [r, 8 c] in the order of columns."""
+    codes = _nibbles(words).unflatten(1, (-1, _PER_INT32))
+    ordered = torch.empty_like(codes)
+    ordered[..., list(_AWQ_ORDER)] = codes
+    return ordered.flatten(1)
+
+
+def _int4(sizes: Sizes, codes: Tensor, scale: Tensor, zero: Tensor | None) -> PackedWeight:
+    num_groups = sizes.stored // sizes.group
+    if zero is not None:
+        zero = _widened(zero, num_groups)
+    packed = pack_codes(_widened(codes, sizes.stored))
+    return PackedWeight(packed, _widened(scale, num_groups), zero)
+
+
+def _widened(values: Tensor, columns: int) -> Tensor:
+    """With zeros behind the last column."""
+    missing = columns - values.shape[1]
+    if missing == 0:
+        return values
+    return torch.cat((values, values.new_zeros(values.shape[0], missing)), 1)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "plain": Layout(_plain_expected, _plain_packed),
+    "fp8": Layout(_fp8_expected, _scaled_packed),
+    "fp8_block_inv": Layout(
+        _blocks_expected("weight_scale_inv"), _blocks_packed("weight_scale_inv")
+    ),
+    "fp8_block": Layout(_blocks_expected("weight_scale"), _blocks_packed("weight_scale")),
+    "int8": Layout(_int8_expected, _scaled_packed),
+    "int4_rows": Layout(_int32_columns_expected, _int32_columns_packed),
+    "nvfp4_packed": Layout(
+        _fp4_expected("weight_packed", "weight_global_scale"), _fp4_packed, ("input_global_scale",)
+    ),
+    "nvfp4": Layout(_fp4_expected("weight", "weight_scale_2"), _fp4_packed, ("input_scale",)),
+    "mxfp4_packed": Layout(_fp4_expected("weight_packed"), _fp4_packed),
+    "gptq": Layout(_gptq_expected, _gptq_packed(1)),
+    "gptq_v2": Layout(_gptq_expected, _gptq_packed(0)),
+    "awq": Layout(_awq_expected, _awq_packed),
+}
