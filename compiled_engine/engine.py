@@ -16,6 +16,7 @@ from compiled_engine.compile.graphs import StepGraphs
 from compiled_engine.compile.torch_compat import has_own_kernel
 from compiled_engine.config import EngineConfig
 from compiled_engine.custom_ops import ALL_OPS
+from compiled_engine.custom_ops.quant import QUANT_OPS
 from compiled_engine.device import pick_device
 from compiled_engine.grammar import GrammarService
 from compiled_engine.grammar_compiler import TokenTable
@@ -23,7 +24,6 @@ from compiled_engine.kv_cache import allocate
 from compiled_engine.loop import StepLoop
 from compiled_engine.memory import MemoryNeeds, MemoryTable, measure_needs, memory_table
 from compiled_engine.models import ARCHITECTURES, CausalLM, ModelConfig
-from compiled_engine.models.config import load_model_config
 from compiled_engine.models.weights import build_model, init_dummy_weights, load_weights
 from compiled_engine.pieces import StepPieces
 from compiled_engine.request import ModelLimits
@@ -37,6 +37,7 @@ from compiled_engine.settings import (
     cache_geometry,
     check_options,
     find_model,
+    model_config_of,
     resolve,
     scheduler_shape,
     weight_bytes,
@@ -55,6 +56,7 @@ FUSED_OPS = (
     "rms_norm",
     "add_rms_norm",
     "silu_and_mul",
+    *(op.name for op in QUANT_OPS),
 )
 
 
@@ -87,7 +89,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     check_options(config, device)
     driver = CompileDriver(config, kept_ops=kept_ops(device))
     folder = find_model(config, progress)
-    model_config = load_model_config(folder)
+    model_config = model_config_of(config, folder)
     model = _load_model(config, model_config, folder, device, progress)
     needs = None
     if device.type == "cuda":

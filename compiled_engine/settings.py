@@ -6,7 +6,7 @@ Owns the defaults that depend on both: lengths, rows, pages, token buckets, the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,9 @@ from compiled_engine.errors import ConfigError
 from compiled_engine.kv_cache import CacheGeometry, available_bytes, choose_num_pages
 from compiled_engine.models import ARCHITECTURES, CausalLM, ModelConfig
 from compiled_engine.models.config import load_model_config
+from compiled_engine.models.quant_plan import online_plan, with_quantized_head
 from compiled_engine.models.source import resolve_model
+from compiled_engine.models.weights import outline_model
 from compiled_engine.plain_attention import check_attention
 from compiled_engine.sampler import MAX_EOS_TOKEN_IDS
 from compiled_engine.scheduler.state import SchedulerShape
@@ -133,6 +135,32 @@ def allows_pickle(config: EngineConfig) -> bool:
     return config.allow_pickle and config.load_format != "safetensors"
 
 
+def model_config_of(config: EngineConfig, folder: Path) -> ModelConfig:
+    """The model's config, with the quantisation that the engine's options ask for.
+
+    Raises:
+        ConfigError: as `load_model_config`; or the options do not suit the checkpoint.
+    """
+    model_config = load_model_config(folder)
+    plan, dtype = model_config.quantization, model_config.dtype
+    if config.quantization != "auto":
+        if plan is not None:
+            raise ConfigError(
+                f"--quantization is {config.quantization}, but the checkpoint is quantised "
+                f"already ({plan.method}): leave it out",
+                param="quantization",
+            )
+        plan = online_plan(config.quantization, dtype, quantizes_head=config.quantize_lm_head)
+    elif config.quantize_lm_head:
+        if plan is None:
+            raise ConfigError(
+                "--quantize-lm-head needs --quantization, or a quantised checkpoint",
+                param="quantize_lm_head",
+            )
+        plan = with_quantized_head(plan, dtype)
+    return replace(model_config, quantization=plan)
+
+
 def preview_settings(config: EngineConfig) -> Settings:
     """What `build_engine` would settle on, without loading weights.
 
@@ -141,10 +169,10 @@ def preview_settings(config: EngineConfig) -> Settings:
     """
     device = pick_device(config.device)
     folder = resolve_model(config.model, config.cache_dir, with_weights=False)
-    model_config = load_model_config(folder)
+    model_config = model_config_of(config, folder)
     name = model_config.dtype if config.dtype == "auto" else config.dtype
-    with torch.device("meta"):
-        model = ARCHITECTURES[model_config.architecture](model_config).to(getattr(torch, name))
+    model_class = ARCHITECTURES[model_config.architecture]
+    model = outline_model(model_class, model_config, dtype=getattr(torch, name))
     # On a CPU the pool's share does not depend on the weights.
     reserved_bytes = weight_bytes(model) if device.type == "cuda" else 0
     return resolve(config, model_config, folder, device, model, reserved_bytes=reserved_bytes)

@@ -19,7 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_engine.passes.pattern import Graph, Node, calls, copy_meta
+from compiled_engine.passes.pattern import (
+    Graph,
+    Node,
+    calls,
+    copy_meta,
+    is_like,
+    other_addend,
+)
 
 NAME = "fuse_linear"
 
@@ -72,14 +79,14 @@ def _product(node: Node) -> _Product | None:
 
 def _replace(graph: Graph, product: _Product) -> None:
     x, norm_weight, eps = product.x, None, 0.0
-    if x.target is torch.ops.ce.rms_norm.default and _is_like(x.args[0], x):
+    if x.target is torch.ops.ce.rms_norm.default and is_like(x.args[0], x):
         x, norm_weight, eps = x.args  # type: ignore[assignment]
     output, residual, is_gated = product.node, None, False
     if len(product.node.users) == 1:
         (user,) = product.node.users
         if user.target is torch.ops.ce.silu_and_mul.default:
             output, is_gated = user, True
-        elif (added := _other_addend(user, product.node)) is not None:
+        elif (added := other_addend(user, product.node)) is not None:
             output, residual = user, added
     arguments = (x, product.weight, product.bias, norm_weight, eps, residual, is_gated)
     with graph.inserting_before(output):
@@ -89,20 +96,3 @@ def _replace(graph: Graph, product: _Product) -> None:
     graph.erase_node(output)
     if output is not product.node:
         graph.erase_node(product.node)
-
-
-def _other_addend(node: Node, product: Node) -> Node | None:
-    """What `node` adds to the product, if it is a plain add of two equal shapes and dtypes."""
-    if node.target is not torch.ops.aten.add.Tensor or len(node.args) != 2 or node.kwargs:
-        return None
-    others = [arg for arg in node.args if arg is not product]
-    if len(others) != 1 or not isinstance(others[0], Node) or not _is_like(others[0], product):
-        return None
-    return others[0]
-
-
-def _is_like(node: object, other: Node) -> bool:
-    if not isinstance(node, Node):
-        return False
-    value, expected = node.meta["val"], other.meta["val"]
-    return value.shape == expected.shape and value.dtype == expected.dtype

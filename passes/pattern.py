@@ -33,6 +33,8 @@ __all__ = [
     "functionalized_calls",
     "getitems",
     "is_item_of",
+    "is_like",
+    "other_addend",
     "whole_bases",
 ]
 
@@ -58,6 +60,24 @@ def is_item_of(node: Any, overload: Any, index: int) -> bool:
         and isinstance(node.args[0], Node)
         and node.args[0].target is overload
     )
+
+
+def is_like(node: object, other: Node) -> bool:
+    """`node` has the shape and dtype of `other`."""
+    if not isinstance(node, Node):
+        return False
+    value, expected = node.meta["val"], other.meta["val"]
+    return bool(value.shape == expected.shape and value.dtype == expected.dtype)
+
+
+def other_addend(node: Node, product: Node) -> Node | None:
+    """What `node` adds to the product, if it is a plain add of two equal shapes and dtypes."""
+    if node.target is not torch.ops.aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+        return None
+    others = [arg for arg in node.args if arg is not product]
+    if len(others) != 1 or not isinstance(others[0], Node) or not is_like(others[0], product):
+        return None
+    return others[0]
 
 
 def getitems(node: Node) -> dict[int, list[Node]]:

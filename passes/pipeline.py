@@ -16,7 +16,15 @@ from types import ModuleType
 
 import torch
 
-from compiled_engine.custom_ops import ALL_OPS, OpSpec, attention_choice, gemm, reference
+from compiled_engine.custom_ops import (
+    ALL_OPS,
+    OpSpec,
+    attention_choice,
+    gemm,
+    quant,
+    reference,
+    reference_quant,
+)
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import KernelRegistry
 from compiled_engine.errors import ConfigError
@@ -25,8 +33,13 @@ from compiled_engine.passes import (
     decode_attention,
     fuse_add_rms_norm,
     fuse_linear,
+    fuse_norm_quant,
     fuse_qk_norm_rope_kv,
+    fuse_silu_quant,
+    lower_quantized_linear,
+    lower_scaled_linear,
     pattern,
+    quant_pattern,
     use_linear_op,
 )
 from compiled_engine.passes.dump import GraphDump
@@ -40,12 +53,17 @@ from compiled_engine.passes.pattern import (
 
 FUSIONS: tuple[ModuleType, ...] = (
     decode_attention,
+    lower_quantized_linear,
+    lower_scaled_linear,
     fuse_linear,
     fuse_add_rms_norm,
+    fuse_norm_quant,
+    fuse_silu_quant,
     fuse_qk_norm_rope_kv,
-    use_linear_op,
 )
-PASS_NAMES: tuple[str, ...] = tuple(module.NAME for module in FUSIONS)
+# Passes that look at plain ATen: they run when the ops that nobody took have become that.
+LATE_PASSES: tuple[ModuleType, ...] = (use_linear_op,)
+PASS_NAMES: tuple[str, ...] = tuple(module.NAME for module in (*FUSIONS, *LATE_PASSES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +72,8 @@ class PieceTraits:
 
     Attributes:
         is_decode: every token may be taken as a sequence of its own (`decode_attention`).
-        is_few: never more tokens than the kernels for few rows take (`fuse_linear`).
+        is_few: never more tokens than the kernels for few rows take (`fuse_linear`,
+            `lower_quantized_linear`).
     """
 
     is_decode: bool = False
@@ -62,7 +81,11 @@ class PieceTraits:
 
     def skipped(self) -> tuple[str, ...]:
         """Names of the passes that are not for such a piece."""
-        kept = {decode_attention.NAME: self.is_decode, fuse_linear.NAME: self.is_few}
+        kept = {
+            decode_attention.NAME: self.is_decode,
+            fuse_linear.NAME: self.is_few,
+            lower_quantized_linear.NAME: self.is_few,
+        }
         return tuple(name for name, is_kept in kept.items() if not is_kept)
 
 
@@ -97,11 +120,12 @@ class PassPipeline(CustomGraphPass):
                 param="disable_passes",
             )
         self.fusions = tuple(m for m in FUSIONS if m.NAME not in disabled)
+        self.late_passes = tuple(m for m in LATE_PASSES if m.NAME not in disabled)
         self.kept_ops = kept_ops
         self.on_pass = on_pass
         self.dump = dump
         self.registry = registry or make_registry()
-        names = tuple(m.NAME for m in self.fusions)
+        names = tuple(m.NAME for m in (*self.fusions, *self.late_passes))
         self._fingerprint = _fingerprint(names, kept_ops, self.registry)
         pure = [op for op in ALL_OPS if op.is_expandable and op.functional_reference is None]
         self._expanders = [
@@ -115,6 +139,8 @@ class PassPipeline(CustomGraphPass):
             self._apply(graph, module.NAME, module.apply)
         self._apply(graph, choose_kernels.NAME, lambda g: choose_kernels.apply(g, self.registry))
         self._apply(graph, "expand", self._expand)
+        for module in self.late_passes:
+            self._apply(graph, module.NAME, module.apply)
         graph.eliminate_dead_code()
         graph.lint()
 
@@ -155,11 +181,15 @@ def _fingerprint(order: tuple[str, ...], kept_ops: frozenset[str], registry: Ker
     digest.update(repr(options).encode())
     for module in (
         reference,
+        reference_quant,
+        quant,
         pattern,
+        quant_pattern,
         choose_kernels,
         attention_choice,
         gemm,
         *FUSIONS,
+        *LATE_PASSES,
         inspect.getmodule(_fingerprint),
     ):
         assert module is not None

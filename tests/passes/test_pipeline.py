@@ -12,26 +12,28 @@ import torch
 from torch import Tensor
 
 from compiled_engine.counters import CompileCounters
-from compiled_engine.custom_ops import ALL_OPS, LayerCache, PagedContext, reference, rms_norm
+from compiled_engine.custom_ops import ALL_OPS, reference, reference_quant, rms_norm
 from compiled_engine.errors import ConfigError
-from compiled_engine.models import ARCHITECTURES
-from compiled_engine.models.config import load_model_config
-from compiled_engine.models.layers import CausalLM
-from compiled_engine.models.weights import build_model, load_weights
 from compiled_engine.passes import (
     PASS_NAMES,
     PassPipeline,
     fuse_add_rms_norm,
     fuse_qk_norm_rope_kv,
+    lower_scaled_linear,
     pattern,
     pipeline,
 )
 from compiled_engine.passes.dump import GraphDump
+from tests.helpers.layer_step import (
+    NUM_PAGES,
+    LayerStep,
+    call_layer,
+    run_eagerly,
+)
 from tests.helpers.pass_harness import Harness, op_counts
-from tests.helpers.tiny_model import write_tiny_model
 
-# Sizes that occur nowhere else in the layer, so that they can be found in generated code.
-NUM_PAGES, PAGE_SIZE, NUM_TOKENS = 97, 8, 5
+ORDER = [*(m.NAME for m in pipeline.FUSIONS), "choose_kernels", "expand"]
+ORDER += [m.NAME for m in pipeline.LATE_PASSES]
 FUSED = {"llama": "rope_kv_write", "qwen3": "qk_norm_rope_kv_write"}
 
 
@@ -55,53 +57,6 @@ def new_pipeline(**options: object) -> PassPipeline:
 
 
 # --- one layer of each family ---------------------------------------------------------------------
-
-
-class LayerStep:
-    """A tiny model's first layer, and a mixed step for it: a decode row and an extending row."""
-
-    def __init__(self, folder: Path, family: str) -> None:
-        write_tiny_model(folder, family=family)
-        config = load_model_config(folder)
-        model_class = ARCHITECTURES[config.architecture]
-        device = torch.device("cpu")
-        model: CausalLM = build_model(model_class, config, dtype=torch.float32, device=device)
-        load_weights(model, folder, dtype=torch.float32, device=device)
-        self.layer = model.layers[0]
-        shape = (NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        self.cache = LayerCache(torch.randn(shape), torch.randn(shape))
-        table = torch.tensor([[3, 4, 0], [0, 0, 0], [90, 7, 11]], dtype=torch.int32)
-        positions = torch.tensor([9, 15, 16, 17, 0])
-        self.ctx = PagedContext(
-            torch.tensor(
-                [4 * PAGE_SIZE + 1, 7 * PAGE_SIZE + 7, 11 * PAGE_SIZE, 11 * PAGE_SIZE + 1, -1]
-            ),
-            table,
-            torch.tensor([0, 2], dtype=torch.int32),
-            torch.tensor([10, 18], dtype=torch.int32),
-            torch.tensor([0, 1, 4], dtype=torch.int32),
-            torch.tensor([0, 2, 2, 2, 1]),
-            positions,
-            torch.empty(0, dtype=torch.int32),
-        )
-        self.rotary = model.model.rotary(positions)
-        self.residual = torch.randn(NUM_TOKENS, config.hidden_size)
-
-    def arguments(self) -> tuple[object, ...]:
-        """Arguments of one call, with caches of its own."""
-        cache = LayerCache(*(tensor.clone() for tensor in self.cache))
-        return (self.layer, self.residual, self.rotary, cache, self.ctx)
-
-
-def call_layer(layer, residual, rotary, cache, ctx) -> Tensor:
-    return layer(residual, rotary, cache, ctx)
-
-
-def run_eagerly(step: LayerStep) -> tuple[Tensor, LayerCache]:
-    arguments = step.arguments()
-    with torch.no_grad():
-        outputs = call_layer(*arguments)
-    return outputs, arguments[3]  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -178,20 +133,21 @@ def test_compiled_layers_write_the_caches_in_place(tmp_path, monkeypatch):
 
 
 def test_unknown_pass_is_refused():
-    message = "no such pass; there are decode_attention, fuse_linear"
+    message = f"no such pass; there are {', '.join(PASS_NAMES)}"
     with pytest.raises(ConfigError, match=message) as caught:
         new_pipeline(disabled=("fuse_everything",))
     assert caught.value.param == "disable_passes"
     assert "fuse_everything" in str(caught.value)
 
 
-def test_passes_run_in_the_stated_order_and_expansion_comes_last():
-    assert names_of_passes() == [*PASS_NAMES, "choose_kernels", "expand"]
+def test_passes_run_in_the_stated_order_and_late_ones_behind_the_expansion():
+    assert names_of_passes() == ORDER
+    assert [name for name in ORDER if name in PASS_NAMES] == list(PASS_NAMES)
 
 
 def test_each_pass_can_be_switched_off_alone():
     for name in PASS_NAMES:
-        expected = [n for n in (*PASS_NAMES, "choose_kernels", "expand") if n != name]
+        expected = [n for n in ORDER if n != name]
         assert names_of_passes(disabled=(name,)) == expected
 
 
@@ -201,7 +157,7 @@ def test_counts_of_several_graphs_add_up():
 
     found = Harness().run(function, torch.randn(3, 8), torch.randn(8))
     assert found.counters.num_expansions == 2
-    assert set(found.counters.pass_seconds) == {*PASS_NAMES, "choose_kernels", "expand"}
+    assert set(found.counters.pass_seconds) == set(ORDER)
 
 
 # --- dumped graphs --------------------------------------------------------------------------------
@@ -223,8 +179,8 @@ def test_dumped_graphs_show_each_change_and_only_changes(tmp_path):
     files = dump_of(tmp_path / "new" / "piece")
     assert list(files) == [
         "1-00-before.txt",
-        f"1-{PASS_NAMES.index('fuse_add_rms_norm') + 1:02d}-fuse_add_rms_norm.txt",
-        f"1-{len(PASS_NAMES) + 2:02d}-expand.txt",
+        f"1-{ORDER.index('fuse_add_rms_norm') + 1:02d}-fuse_add_rms_norm.txt",
+        f"1-{ORDER.index('expand') + 1:02d}-expand.txt",
     ]
     before, fused, expanded = files.values()
     assert "ce.rms_norm" in before
@@ -269,7 +225,15 @@ def test_fingerprint_follows_the_order(monkeypatch):
 
 @pytest.mark.parametrize(
     "module",
-    [fuse_add_rms_norm, fuse_qk_norm_rope_kv, reference, pattern, pipeline],
+    [
+        fuse_add_rms_norm,
+        fuse_qk_norm_rope_kv,
+        lower_scaled_linear,
+        reference_quant,
+        reference,
+        pattern,
+        pipeline,
+    ],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_fingerprint_follows_the_sources(monkeypatch, module: ModuleType):
