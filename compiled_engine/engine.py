@@ -243,6 +243,7 @@ def _load_model(
         dtype=dtype,
         device=device,
         allow_pickle=allows_pickle(config),
+        folds_kv_scales=config.kv_cache_dtype == "fp8_e4m3",
         progress=report,
     )
     return model

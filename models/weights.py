@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.config import ModelConfig, read_json
+from compiled_engine.models.kv_scales import fold_kv_scales, kv_scale_names
 from compiled_engine.models.layers import CausalLM
 from compiled_engine.models.quant_layouts import Expected
 from compiled_engine.models.quant_linear import QuantLinear, quantize_layers
@@ -137,6 +138,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     allow_pickle: bool = False,
+    folds_kv_scales: bool = False,
     progress: ProgressCallback | None = None,
 ) -> None:
     """Fills every parameter of `model` from the checkpoint in `folder`, in place.
@@ -147,6 +149,8 @@ def load_weights(
         dtype: of parameters that have no storage yet.
         device: of parameters that have no storage yet.
         allow_pickle: read `.bin` files where there are no safetensors.
+        folds_kv_scales: fold the checkpoint's scales of keys and values, if it has them, into the
+            weights: for a cache of 8-bit floats.
         progress: called after each tensor, by the calling thread.
 
     Raises:
@@ -189,6 +193,10 @@ def load_weights(
         return made
 
     fill_parts(parts, sizes, read, on_tensor)
+    if folds_kv_scales:
+        scales = kv_scale_names(infos)
+        values = read(list(scales.values()))
+        fold_kv_scales(model, {key: float(values[name]) for key, name in scales.items()})
 
 
 def _copy_files(

@@ -349,7 +349,7 @@ def test_without_kernels_all_is_expanded_again(tmp_path: Path, name: str):
     assert found.matches(FEW) == 4
     assert found.matches("use_linear_op") == 4
     assert set(op_counts(found.after)) == {"linear", "paged_attention"}
-    assert found.counters.num_expansions == 4
+    assert found.counters.num_expansions == 5, "four products, and rotation with the write"
     expected, _ = run_eagerly(step)
     torch.testing.assert_close(found.outputs, expected, rtol=1e-4, atol=1e-4)
 
