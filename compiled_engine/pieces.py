@@ -37,7 +37,7 @@ from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
 
 # Tokens up to which products are `fused_linear`, which takes the fastest kernel for the product and
 # the number of tokens; with more the library is the fastest for all.
-MAX_FEW = 64
+MAX_FEW = 128
 # Of these, tokens up to which attention may treat chunks of prompts like tokens of many sequences.
 MAX_FEW_MIXED = 32
 

@@ -116,36 +116,36 @@ _MMA = {
     Shape.MANY_ROWS: MmaConfig(64, 128, 1, 4, 4, lead=AT_ONCE, blocks=0, stagger=11),
     Shape.VOCABULARY: MmaConfig(128, 64, 1, 4, 4, lead=AT_ONCE, blocks=0),
 }
-# By tokens, up to. Parts of more than 192 rows' sums would not fit into registers with 128 tokens.
+# By tokens, up to.
 _WIDE = {
     32: {
-        Shape.FEW_ROWS: WideConfig(2, 2, split=4),
-        Shape.MORE_ROWS: WideConfig(3, 2, split=4),
-        Shape.LONG_ROWS: WideConfig(2, 2, split=4),
+        Shape.FEW_ROWS: WideConfig(1, 2, split=2),
+        Shape.MORE_ROWS: WideConfig(3, 1, split=4),
+        Shape.LONG_ROWS: WideConfig(1, 2, split=2),
         Shape.MANY_ROWS: WideConfig(3, 1),
-        Shape.VOCABULARY: WideConfig(2, 1),
+        Shape.VOCABULARY: WideConfig(3, 1),
     },
     64: {
         Shape.FEW_ROWS: WideConfig(1, 2, split=2),
-        Shape.MORE_ROWS: WideConfig(3, 1, split=4),
+        Shape.MORE_ROWS: WideConfig(1, 2),
         Shape.LONG_ROWS: WideConfig(2, 1, split=4),
         Shape.MANY_ROWS: WideConfig(3, 1),
         Shape.VOCABULARY: WideConfig(2, 1),
     },
     128: {
-        Shape.FEW_ROWS: WideConfig(2, 1, split=4),
-        Shape.MORE_ROWS: WideConfig(2, 1, split=2),
+        Shape.FEW_ROWS: WideConfig(1, 2, split=2),
+        Shape.MORE_ROWS: WideConfig(1, 2),
         Shape.LONG_ROWS: WideConfig(2, 1, split=4),
         Shape.MANY_ROWS: WideConfig(3, 1),
         Shape.VOCABULARY: WideConfig(2, 1),
     },
 }
-# Where the wide kernel was faster than the others and the library, by tokens, up to.
+# Where the wide kernel was faster than the others and the library, in whole layers.
 _WIDE_WINS = {
-    16: (),
-    32: (Shape.FEW_ROWS, Shape.MORE_ROWS, Shape.LONG_ROWS, Shape.MANY_ROWS),
+    16: (Shape.LONG_ROWS,),
+    32: (Shape.LONG_ROWS, Shape.MANY_ROWS),
     64: (Shape.FEW_ROWS, Shape.LONG_ROWS, Shape.MANY_ROWS),
-    128: (),
+    128: (Shape.LONG_ROWS, Shape.MANY_ROWS),
 }
 # Where the Hopper kernel was faster than the tile kernel.
 _HOPPER_WINS = {

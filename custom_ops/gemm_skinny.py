@@ -131,13 +131,11 @@ class WideConfig:
         warpgroups: that multiply, each 64 rows of the weight: the rows of a tile.
         slabs: of 64 columns, copied at a time.
         split: blocks of threads that divide the columns of a tile.
-        share: blocks of threads that get x together, of different tiles.
     """
 
     warpgroups: int
     slabs: int
     split: int = 1
-    share: int = 1
 
 
 Config = RowConfig | TileConfig | HopperConfig | MmaConfig | WideConfig

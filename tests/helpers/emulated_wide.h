@@ -56,7 +56,6 @@ static std::map<unsigned, Barrier> barriers;
 static std::vector<BoxCopy> box_copies;
 static std::vector<Deferred> deferred[kMaxThreads];
 static int groups[kMaxThreads];
-static Meeting cluster_meetings[kMaxCluster];
 static unsigned arrived_at[kMaxThreads];
 
 static int rank() { return current->thread.x / threads_of_block; }
@@ -82,7 +81,6 @@ static void enter() {
     memset(cluster_memory, 0xff, sizeof cluster_memory);
     for (auto& list : deferred) list.clear();
     memset(groups, 0, sizeof groups);
-    memset(cluster_meetings, 0, sizeof cluster_meetings);
     num_polls = 0;
 }
 
@@ -206,21 +204,9 @@ static void copy_rows(unsigned target, const TensorMap& map, unsigned barrier, i
 static void copy_groups(unsigned target, const TensorMap& map, unsigned barrier, int column, int group) {
     emulator::start_copy(map, target, barrier, {column, 0, 0, group});
 }
-static void copy_tokens(unsigned target, const TensorMap& map, unsigned barrier, int column, int token) {
-    emulator::start_copy(map, target, barrier, {column, token, 0, 0});
+static void copy_tokens(unsigned target, const TensorMap& map, unsigned barrier, int column) {
+    emulator::start_copy(map, target, barrier, {column, 0, 0, 0});
 }
-static unsigned remote_address(unsigned address, int rank) {
-    unsigned first = emulator::rank() / SHARE * SHARE;
-    return (address & ((1u << emulator::kRankShift) - 1)) | (first + rank) << emulator::kRankShift;
-}
-static void arrive_remote(unsigned barrier, int rank) { emulator::arrive_once(remote_address(barrier, rank)); }
-static void copy_to_all(unsigned target, const TensorMap& map, unsigned barrier, int column, int token) {
-    for (int i = 0; i < SHARE; i++) copy_tokens(remote_address(target, i), map, remote_address(barrier, i), column, token);
-}
-static void arrive_cluster() {
-    emulator::arrive_meeting(emulator::cluster_meetings[emulator::rank() / SHARE], emulator::threads_of_block * SHARE);
-}
-static void wait_cluster() { emulator::wait_meeting(emulator::cluster_meetings[emulator::rank() / SHARE], __LINE__); }
 static void order_copies() {}
 struct Patience {
     void wait() { emulator::poll(__LINE__); }

@@ -14,7 +14,7 @@ from compiled_engine.custom_ops.gemm_wide import (
     WideArgs,
     arguments,
     make_scratch,
-    num_clusters,
+    num_blocks_of_threads,
     variant_of,
 )
 from tests.helpers import cuda_emulator
@@ -51,7 +51,7 @@ def run_emulated(
     flags = variant_of(operands, config).flags
     if stages is not None:
         flags = (*flags, "-USTAGES", f"-DSTAGES={stages}")
-    blocks = num_clusters(operands.weight.shape[0], config, num_processors) * config.share
+    blocks = num_blocks_of_threads(operands.weight.shape[0], config, num_processors)
     library = emulated_library(SOURCE, MACHINE, _CALL, flags)
     if library.emulate(ctypes.byref(args), ctypes.sizeof(WideArgs), blocks, order):
         raise cuda_emulator.EmulatorError(library.emulator_message().decode())
