@@ -110,11 +110,11 @@ _HOPPER = {
 # For 2 to 8 tokens. What is for few and long rows leaves no room for a norm's weight beside two
 # blocks of threads a multiprocessor. For a vocabulary: the fastest of its kind, not of all kernels.
 _MMA = {
-    Shape.FEW_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE, blocks=0, stagger=5),
-    Shape.MORE_ROWS: MmaConfig(16, 512, 4, 3, 2, lead=AT_ONCE, blocks=0, stagger=1),
-    Shape.LONG_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE, blocks=0),
-    Shape.MANY_ROWS: MmaConfig(64, 128, 1, 4, 4, lead=AT_ONCE, blocks=0, stagger=11),
-    Shape.VOCABULARY: MmaConfig(128, 64, 1, 4, 4, lead=AT_ONCE, blocks=0),
+    Shape.FEW_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE, stagger=5),
+    Shape.MORE_ROWS: MmaConfig(16, 512, 4, 3, 2, lead=AT_ONCE, stagger=1),
+    Shape.LONG_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE),
+    Shape.MANY_ROWS: MmaConfig(64, 128, 1, 4, 4, lead=AT_ONCE, stagger=11),
+    Shape.VOCABULARY: MmaConfig(128, 64, 1, 4, 4, lead=AT_ONCE),
 }
 # By tokens, up to.
 _WIDE = {

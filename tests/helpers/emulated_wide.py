@@ -21,12 +21,12 @@ from tests.helpers import cuda_emulator
 from tests.helpers.emulated_build import emulated_library
 from tests.helpers.emulated_mma import encode
 
-MACHINE = ("emulated_matrix.h", "emulated_wide.h")
+MACHINE = ("emulated_matrix.h", "emulated_boxes.h", "emulated_wide.h")
 _CALL = f"""
 static void call(const void* args) {{ emulator::enter(); {KERNEL}(*(const WideArgs*)args); }}
 extern "C" int emulate(const void* args, unsigned size, int blocks, unsigned order) {{
     if (size != sizeof(WideArgs)) return emulator::wrong_size("WideArgs", sizeof(WideArgs), size);
-    return run_clusters(call, args, 1, blocks, THREADS, order);
+    return run_groups(call, args, 1, blocks, THREADS, order);
 }}
 """
 
