@@ -89,7 +89,7 @@ def layer_versions(
     `max_few` is the highest count of the version for few tokens.
     """
     if not is_gpu:
-        few = 1
+        few_mixed = 1
         versions = [
             LayerVersion("layer_one", 1, 1, is_decode=False),
             LayerVersion("layer_many", 2, max_tokens, is_decode=False),
@@ -104,7 +104,7 @@ def layer_versions(
             LayerVersion("layer_many_mixed", few_mixed + 1, max_tokens, is_decode=False),
         ]
     if has_last:
-        low = max(few, max_rows) + 1
+        low = max(few_mixed, max_rows) + 1
         versions.append(LayerVersion("layer_last", low, max_tokens, is_decode=False, is_last=True))
     return tuple(version for version in versions if version.low <= version.high)
 

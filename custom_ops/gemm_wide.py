@@ -33,7 +33,7 @@ from compiled_engine.custom_ops.tensor_maps import MAP_BYTES, Boxes, encode_boxe
 SOURCE = "gemm_wide/wide.cu"
 KERNEL = "wide_product"
 MIN_TOKENS, MAX_TOKENS = 9, 128  # of fewer, other kernels are faster
-PADDED_TOKENS = (8, 16, 32, 64, 96, 128)
+PADDED_TOKENS = (16, 32, 64, 96, 128)
 # Of shared memory, of one block of threads at most.
 MAX_SHARED_BYTES = 232448
 # Sums that the blocks of one launch may leave for each other.
@@ -141,10 +141,9 @@ def weight_boxes(operands: Operands, config: WideConfig) -> Boxes:
 def x_boxes(x: Tensor) -> Boxes:
     """Boxes of all tokens."""
     num_tokens, size = x.shape
-    # A lone row may have any stride.
-    stride = x.stride(0) if num_tokens > 1 else -(-size // 8) * 8
     box = (_SLAB, padded_tokens(num_tokens))
-    return Boxes(x.data_ptr(), (size, num_tokens), (stride * 2,), box, x.dtype == torch.float16)
+    strides = (x.stride(0) * 2,)
+    return Boxes(x.data_ptr(), (size, num_tokens), strides, box, x.dtype == torch.float16)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -202,7 +201,7 @@ def arguments(
     """The kernel's argument, for operands without a norm; `out` [T, num_outputs], contiguous."""
     x, weight, bias, norm_weight, _, residual, _ = operands
     assert norm_weight is None, "the norm is a kernel of its own"
-    assert 1 <= x.shape[0] <= MAX_TOKENS, x.shape
+    assert MIN_TOKENS <= x.shape[0] <= MAX_TOKENS, x.shape
     assert out.shape == (x.shape[0], operands.num_outputs), out.shape
     assert out.is_contiguous(), out.stride()
     tokens = padded_tokens(x.shape[0])

@@ -6,7 +6,7 @@
 #define WARPGROUPS 2  // that multiply, each 64 rows of the weight
 #endif
 #ifndef TOKENS
-#define TOKENS 64  // padded: 8, 16, 32, 64, 96 or 128
+#define TOKENS 64  // padded: 16, 32, 64, 96 or 128
 #endif
 #ifndef SLABS
 #define SLABS 1  // of 64 columns, that are copied at a time
