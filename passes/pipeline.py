@@ -21,6 +21,7 @@ from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import KernelRegistry
 from compiled_engine.errors import ConfigError
 from compiled_engine.passes import (
+    add_in_product,
     choose_kernels,
     decode_attention,
     fuse_add_rms_norm,
@@ -41,6 +42,7 @@ from compiled_engine.passes.pattern import (
 FUSIONS: tuple[ModuleType, ...] = (
     decode_attention,
     fuse_linear,
+    add_in_product,
     fuse_add_rms_norm,
     fuse_qk_norm_rope_kv,
     use_linear_op,
@@ -54,7 +56,8 @@ class PieceTraits:
 
     Attributes:
         is_decode: every token may be taken as a sequence of its own (`decode_attention`).
-        is_few: never more tokens than the kernels for few rows take (`fuse_linear`).
+        is_few: never more tokens than the kernels for few rows take (`fuse_linear`);
+            the others take sums only (`add_in_product`).
     """
 
     is_decode: bool = False
@@ -62,7 +65,11 @@ class PieceTraits:
 
     def skipped(self) -> tuple[str, ...]:
         """Names of the passes that are not for such a piece."""
-        kept = {decode_attention.NAME: self.is_decode, fuse_linear.NAME: self.is_few}
+        kept = {
+            decode_attention.NAME: self.is_decode,
+            fuse_linear.NAME: self.is_few,
+            add_in_product.NAME: not self.is_few,
+        }
         return tuple(name for name, is_kept in kept.items() if not is_kept)
 
 
