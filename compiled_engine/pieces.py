@@ -283,8 +283,13 @@ class StepPieces:
         wanted = [v for v in fitting if v.is_decode != is_mixed]
         return (wanted or fitting)[0]
 
-    def last_version(self, num_tokens: int) -> LayerVersion | None:
-        """The version that gives only what is sampled; None where every token may be."""
+    def last_version(self, version: LayerVersion, num_tokens: int) -> LayerVersion | None:
+        """The version that gives only what is sampled; None where every token may be.
+
+        `version` is that of the step's other layers: it plans attention for all of them.
+        """
+        if version.is_decode:
+            return None
         fitting = (v for v in self.versions if v.low <= num_tokens <= v.high and v.is_last)
         return next(fitting, None)
 

@@ -201,7 +201,7 @@ class StepExecutor:
         try:
             version = self.pieces.version(key.num_tokens, is_mixed=key.is_mixed)
             # Every token of a prompt whose tokens are scored needs its logits.
-            last = None if key.num_scored else self.pieces.last_version(key.num_tokens)
+            last = None if key.num_scored else self.pieces.last_version(version, key.num_tokens)
             residual, inputs = self._run_layers(step_plan, key.num_tokens, version, last)
             if key.num_scored:
                 self._score_prompts(key, residual, inputs)

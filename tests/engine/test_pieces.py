@@ -32,6 +32,16 @@ def test_few_tokens_of_decode_steps_go_further_than_those_of_mixed_ones():
     assert rows_first[-1] == LayerVersion("layer_last", 33, 8192, is_decode=False, is_last=True)
 
 
+def test_the_last_layer_plans_attention_as_the_others_do():
+    pieces = StepPieces.__new__(StepPieces)
+    pieces.versions = layer_versions(8192, 16, is_gpu=True, has_last=True)
+    for size, is_mixed, is_cut in ((33, False, False), (128, False, False), (33, True, True)):
+        version = pieces.version(size, is_mixed=is_mixed)
+        last = pieces.last_version(version, size)
+        assert (last is not None) == is_cut
+        assert last is None or last.is_decode == version.is_decode
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 31, 33, 64, 128, 129, 300])
 @pytest.mark.parametrize("max_rows", [1, 16, 64, 256])
 @pytest.mark.parametrize("max_few", [1, 32, 128])
