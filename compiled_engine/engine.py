@@ -55,6 +55,7 @@ FUSED_OPS = (
     "rms_norm",
     "add_rms_norm",
     "silu_and_mul",
+    "route",
 )
 
 

@@ -16,7 +16,15 @@ from types import ModuleType
 
 import torch
 
-from compiled_engine.custom_ops import ALL_OPS, OpSpec, attention_choice, gemm, reference
+from compiled_engine.custom_ops import (
+    ALL_OPS,
+    OpSpec,
+    attention_choice,
+    gemm,
+    moe_choice,
+    reference,
+    reference_moe,
+)
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import KernelRegistry
 from compiled_engine.errors import ConfigError
@@ -162,10 +170,12 @@ def _fingerprint(order: tuple[str, ...], kept_ops: frozenset[str], registry: Ker
     digest.update(repr(options).encode())
     for module in (
         reference,
+        reference_moe,
         pattern,
         choose_kernels,
         attention_choice,
         gemm,
+        moe_choice,
         *FUSIONS,
         inspect.getmodule(_fingerprint),
     ):
