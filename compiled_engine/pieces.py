@@ -22,6 +22,7 @@ from compiled_engine.config import SchedulerKernels
 from compiled_engine.custom_ops import LayerCache, PagedContext
 from compiled_engine.custom_ops.gemm import MOST_TOKENS
 from compiled_engine.custom_ops.registry import KernelRegistry
+from compiled_engine.layer_kinds import layer_kinds
 from compiled_engine.layout import StepInputs, layout_places
 from compiled_engine.models import CausalLM
 from compiled_engine.models.layers import DecoderLayer, Rotary
@@ -144,7 +145,12 @@ class StepPieces:
             max_few=self.max_few,
         )
         self._driver = driver
-        self._layers = {v: self._compile_layer(v, is_gpu=is_gpu) for v in self.versions}
+        self.kinds = layer_kinds(model.layers)
+        self._layers = {
+            (version, kind): self._compile_layer(version, kind, is_gpu=is_gpu)
+            for version in self.versions
+            for kind in sorted({self.kinds[-1]} if version.is_last else set(self.kinds))
+        }
         # Parameters of submitted rows are written by `begin`, unless this writes them before it.
         self.apply_params: Callable[[RowParams, ParamInbox], None] | None = None
         if scheduler == "cuda":
@@ -238,7 +244,7 @@ class StepPieces:
         self.end = end
         self.apply_params = self._driver.compile(apply_params, "apply_params")
 
-    def _compile_layer(self, version: LayerVersion, *, is_gpu: bool) -> Any:
+    def _compile_layer(self, version: LayerVersion, kind: int, *, is_gpu: bool) -> Any:
         def layer(
             module: DecoderLayer,
             cache: LayerCache,
@@ -261,8 +267,9 @@ class StepPieces:
         is_few = is_gpu and version.is_decode and version.high <= self.max_few
         traits = PieceTraits(is_decode=version.is_decode, is_few=is_few) if is_gpu else PLAIN
         function, num_shared = (last_layer, 3) if version.is_last else (layer, 2)
+        name = f"{version.name}_kind_{kind}" if kind else version.name
         return self._driver.compile_direct(
-            function, version.name, num_static=2, num_shared=num_shared, traits=traits
+            function, name, num_static=2, num_shared=num_shared, traits=traits
         )
 
     def _sampler(self, variant: Variant, vocab_size: int) -> Callable[..., Sampled]:
@@ -293,9 +300,12 @@ class StepPieces:
         fitting = (v for v in self.versions if v.low <= num_tokens <= v.high and v.is_last)
         return next(fitting, None)
 
-    def layer(self, version: LayerVersion) -> Any:
-        """The compiled layer; called as `DirectPiece`, an `is_last` one with `keep` behind ctx."""
-        return self._layers[version]
+    def layer(self, version: LayerVersion, index: int) -> Any:
+        """The compiled layer; called as `DirectPiece`, an `is_last` one with `keep` behind ctx.
+
+        `index` is the layer's in the model.
+        """
+        return self._layers[version, self.kinds[index]]
 
     def mark_sizes(self, version: LayerVersion, tensors: tuple[Tensor, ...], work: Tensor) -> None:
         """Tells the next compile of the version which first dims vary with the token count."""

@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from compiled_engine.errors import ConfigError
-from compiled_engine.models.config import ModelConfig, read_json
+from compiled_engine.models.config import ModelConfig
+from compiled_engine.models.config_fields import read_json
 from compiled_engine.models.layers import CausalLM
 from compiled_engine.models.weight_stream import (
     FileRange,
@@ -29,42 +30,33 @@ from compiled_engine.models.weight_stream import (
     split_ranges,
     stream_chunks,
 )
+from compiled_engine.models.weight_targets import Target, checkpoint_targets
 
 # Called with (done bytes, total bytes, what is being read).
 ProgressCallback = Callable[[int, int, str], None]
 
 DUMMY_STD = 0.02
+# Random 4-bit floats have a deviation of 2.9; times 2^-7 that is 0.023.
+_DUMMY_EXPONENT = 127 - 7
 _MAX_LISTED = 20
 # Buffers that older checkpoints carry and that are computed here.
 _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
-_FLOAT_DTYPES = {
+_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
     "F64": torch.float64,
+    "U8": torch.uint8,
 }
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Header entry of one checkpoint tensor: shape, dtype (None if no float), bytes in the file."""
+    """Header entry of one tensor: shape, dtype (None if none that is read), bytes in the file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     num_bytes: int
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Rows `[start, start + shape[0])` of one parameter that a checkpoint tensor fills."""
-
-    parameter: nn.Parameter
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def rows(self) -> Tensor:
-        return self.parameter[self.start : self.start + self.shape[0]]
 
 
 def build_model(
@@ -87,12 +79,16 @@ def build_model(
 def materialize(model: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
     """Gives parameters that have no storage an uninitialised one, in place.
 
-    Modules that hold computed tensors recompute them in their `reset(device)`.
+    Those that are no floats, and those that a module lists in its `fp32_parameters`, keep their
+    dtype. Modules that hold computed tensors recompute them in their `reset(device)`.
     """
     for module in model.modules():
+        fp32 = getattr(module, "fp32_parameters", ())
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+                is_kept = name in fp32 or not parameter.is_floating_point()
+                kind = parameter.dtype if is_kept else dtype
+                storage = torch.empty(parameter.shape, dtype=kind, device=device)
                 setattr(module, name, nn.Parameter(storage, requires_grad=False))
             parameter.requires_grad_(False)
         reset = getattr(module, "reset", None)
@@ -127,10 +123,10 @@ def load_weights(
     """
     materialize(model, dtype=dtype, device=device)
     files = _checkpoint_files(folder, allow_pickle=allow_pickle)
-    targets = _targets(model)
     infos: dict[str, TensorInfo] = {}
     for path in files:
         infos.update(_open_checkpoint(path).infos())
+    targets = checkpoint_targets(model, infos)
     _check_tensors(folder, targets, infos, tied=model.config.tie_word_embeddings)
     total = sum(infos[name].num_bytes for name in targets)
     done = 0
@@ -146,10 +142,12 @@ def load_weights(
         _stream_files(files, targets, infos, place, on_tensor)
     else:
         _copy_files(files, targets, on_tensor)
+    for target in targets.values():
+        target.arrange()
 
 
 def _copy_files(
-    files: list[Path], targets: dict[str, _Target], on_tensor: Callable[[str], None]
+    files: list[Path], targets: dict[str, Target], on_tensor: Callable[[str], None]
 ) -> None:
     """Copies every tensor out of the mapped files."""
     for path in files:
@@ -157,13 +155,14 @@ def _copy_files(
         for name in checkpoint.infos():
             if name in targets:
                 with torch.no_grad():
-                    targets[name].rows.copy_(checkpoint.tensor(name))
+                    memory = targets[name].memory
+                    memory.copy_(checkpoint.tensor(name).view(memory.shape))
                 on_tensor(name)
 
 
 def _stream_files(
     files: list[Path],
-    targets: dict[str, _Target],
+    targets: dict[str, Target],
     infos: dict[str, TensorInfo],
     device: torch.device,
     on_tensor: Callable[[str], None],
@@ -175,7 +174,7 @@ def _stream_files(
             if name in targets:
                 dtype = infos[name].dtype
                 assert dtype is not None, name
-                ranges[name] = FileRange(name, path, offset, dtype, targets[name].rows)
+                ranges[name] = FileRange(name, path, offset, dtype, targets[name].memory)
     left = {name: item.num_bytes for name, item in ranges.items()}
     try:
         for chunk in stream_chunks(split_ranges(list(ranges.values())), device):
@@ -192,59 +191,37 @@ def _stream_files(
 def init_dummy_weights(model: CausalLM, seed: int) -> None:
     """Fills every parameter with seeded random numbers on its own device, in place.
 
-    Matrices are normal with standard deviation 0.02, norm weights 1 and biases 0. Each parameter's
+    Matrices are normal with standard deviation 0.02, norm weights 1, biases and sinks 0. Packed
+    4-bit floats are random bytes, whose one scale gives them about that deviation. Each parameter's
     numbers depend on the seed and its name only: not on order, on threads or on other parameters.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.zero_()
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
+            elif name.endswith("_scale"):
+                parameter.fill_(_DUMMY_EXPONENT)
             else:
                 digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
                 generator = torch.Generator(device=parameter.device)
                 generator.manual_seed(int.from_bytes(digest, "little"))
-                parameter.normal_(0.0, DUMMY_STD, generator=generator)
-
-
-def _targets(model: CausalLM) -> dict[str, _Target]:
-    """Checkpoint tensor name -> where it goes."""
-    packed = model.packed_modules
-    targets: dict[str, _Target] = {}
-    for name, parameter in model.named_parameters():
-        *path, module, kind = name.split(".")
-        if module not in packed:
-            targets[name] = _Target(parameter, 0, tuple(parameter.shape))
-            continue
-        start = 0
-        for part, num_rows in zip(packed[module], _part_rows(model.config, module), strict=True):
-            shape = (num_rows, *parameter.shape[1:])
-            targets[".".join([*path, part, kind])] = _Target(parameter, start, shape)
-            start += num_rows
-        assert start == parameter.shape[0], (name, start, parameter.shape)
-    return targets
-
-
-def _part_rows(config: ModelConfig, module: str) -> tuple[int, ...]:
-    """Rows of each part of a fused matrix."""
-    if module == "qkv_proj":
-        kv_size = config.num_kv_heads * config.head_dim
-        return (config.num_heads * config.head_dim, kv_size, kv_size)
-    if module == "gate_up_proj":
-        return (config.intermediate_size, config.intermediate_size)
-    raise AssertionError(f"no row counts are known for the fused module {module}")
+                if parameter.is_floating_point():
+                    parameter.normal_(0.0, DUMMY_STD, generator=generator)
+                else:
+                    parameter.random_(0, 256, generator=generator)
 
 
 def _check_tensors(
-    folder: Path, targets: dict[str, _Target], infos: dict[str, TensorInfo], *, tied: bool
+    folder: Path, targets: dict[str, Target], infos: dict[str, TensorInfo], *, tied: bool
 ) -> None:
     def is_harmless(name: str) -> bool:
         return name.endswith(_HARMLESS_SUFFIXES) or (tied and name == "lm_head.weight")
 
     missing = [name for name in targets if name not in infos]
     unexpected = [name for name in infos if name not in targets and not is_harmless(name)]
-    shapes, dtypes = [], []
+    shapes, floats, packed = [], [], []
     for name, target in targets.items():
         info = infos.get(name)
         if info is None:
@@ -254,13 +231,17 @@ def _check_tensors(
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 hint = " (rows are vocab_size in config.json)"
             shapes.append(f"{name} is {list(info.shape)}, not {list(target.shape)}{hint}")
-        if info.dtype is None:
-            dtypes.append(name)
+        if target.memory.is_floating_point():
+            if info.dtype is None or not info.dtype.is_floating_point:
+                floats.append(name)
+        elif info.dtype != target.memory.dtype:
+            packed.append(name)
     problems = {
         "missing": missing,
         "unexpected": unexpected,
         "of a wrong shape": shapes,
-        "not bfloat16, float16, float32 or float64": dtypes,
+        "not bfloat16, float16, float32 or float64": floats,
+        "not packed into bytes": packed,
     }
     lines = [
         f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what}: {_list(names)}"
@@ -343,7 +324,7 @@ class _SafetensorsFile:
         infos = {}
         for name in self._file.keys():  # noqa: SIM118 - not a dict
             view = self._file.get_slice(name)
-            dtype = _FLOAT_DTYPES.get(view.get_dtype())
+            dtype = _DTYPES.get(view.get_dtype())
             shape = tuple(view.get_shape())
             infos[name] = TensorInfo(shape, dtype, _num_bytes(shape, dtype))
         return infos
@@ -365,7 +346,7 @@ class _PickleFile:
         return {
             name: TensorInfo(
                 tuple(tensor.shape),
-                tensor.dtype if tensor.dtype in _FLOAT_DTYPES.values() else None,
+                tensor.dtype if tensor.dtype in _DTYPES.values() else None,
                 tensor.nbytes,
             )
             for name, tensor in self._tensors.items()
