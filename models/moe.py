@@ -125,6 +125,7 @@ class SparseCausalLM(CausalLM):
     is_interleaved = False
 
     def make_mlp(self, layer: int) -> nn.Module:
+        """Experts, or an ordinary MLP in a dense layer."""
         moe = self.config.moe
         assert moe is not None, "the model has no experts"
         return GatedMLP(self.config) if layer in moe.dense_layers else SparseMLP(self.config)

@@ -118,7 +118,7 @@ def test_load_model_config_reads_new_rope_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("architectures", ["GPT2LMHeadModel"], "LlamaForCausalLM, Qwen3ForCausalLM"),
+        ("architectures", ["GPT2LMHeadModel"], "LlamaForCausalLM, MixtralForCausalLM"),
         ("rope_scaling", {"type": "dynamic", "factor": 4.0}, "rope_type"),
         ("rope_scaling", {"type": "linear"}, "factor"),
         ("rope_scaling", {"full_attention": {"rope_type": "default"}}, "one set"),
