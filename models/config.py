@@ -226,9 +226,9 @@ def load_model_config(folder: Path) -> ModelConfig:
         mlp_bias=fields.flag("mlp_bias"),
         hidden_act=str(fields.values.get("hidden_act") or "silu"),
         dtype=_dtype(fields, folder),
-        eos_token_ids=generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
+        eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
         bos_token_id=next(
-            iter(fields.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
+            iter(fields.integers("bos_token_id") or generation.integers("bos_token_id")), None
         ),
         windows=read_windows(fields, family, num_layers),
         moe=read_moe(fields, family, num_layers),

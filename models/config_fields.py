@@ -77,11 +77,11 @@ class Fields:
             self.refuse(field, f"is {value!r}; it must be true or false")
         return value
 
-    def token_ids(self, field: str) -> tuple[int, ...]:
-        """A token id or a list of them; empty if absent."""
+    def integers(self, field: str) -> tuple[int, ...]:
+        """Whole numbers: one or a list of them; none if absent."""
         value = self.values.get(field)
         listed = [] if value is None else value if isinstance(value, list) else [value]
         for item in listed:
             if isinstance(item, bool) or not isinstance(item, int):
-                self.refuse(field, f"is {value!r}; it must be a token id or a list of them")
+                self.refuse(field, f"is {value!r}; it must be a whole number or a list of them")
         return tuple(listed)

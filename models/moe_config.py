@@ -85,7 +85,7 @@ def _qwen3_moe(fields: Fields, num_layers: int) -> MoEConfig:
     step = fields.integer("decoder_sparse_step", 1)
     if step < 1:
         fields.refuse("decoder_sparse_step", f"is {step}; it must be at least 1")
-    dense = set(fields.token_ids("mlp_only_layers"))
+    dense = set(fields.integers("mlp_only_layers"))
     dense |= {layer for layer in range(num_layers) if (layer + 1) % step}
     return MoEConfig(
         num_experts=_num_experts(fields, 128),
