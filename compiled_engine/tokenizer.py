@@ -70,10 +70,10 @@ class Tokenizer:
         )
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         own_eos = backend.token_to_id(self.eos_token) if self.eos_token else None
-        markers = {token.content for token in added.values() if token.special}
-        self.is_harmony = markers.issuperset((*_HARMONY_MARKERS, *_HARMONY_ENDS))
+        markers = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.is_harmony = markers.keys() >= {*_HARMONY_MARKERS, *_HARMONY_ENDS}
         ends = [*eos_token_ids, *([] if own_eos is None else [own_eos])]
-        ends += [backend.token_to_id(token) for token in _HARMONY_ENDS if self.is_harmony]
+        ends += [markers[token] for token in _HARMONY_ENDS if self.is_harmony]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         self._chat_templates = ChatTemplates(chat_templates or {}, tokens)
         self._detokenizers = DetokenizerFactory(backend, self.special_token_ids)
