@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,12 +146,9 @@ class StepPieces:
             max_few=self.max_few,
         )
         self._driver = driver
-        self.kinds = layer_kinds(model.layers)
-        self._layers = {
-            (version, kind): self._compile_layer(version, kind, is_gpu=is_gpu)
-            for version in self.versions
-            for kind in sorted({self.kinds[-1]} if version.is_last else set(self.kinds))
-        }
+        self._model = model
+        self._is_gpu = is_gpu
+        self._layers: dict[tuple[LayerVersion, int], Any] = {}
         # Parameters of submitted rows are written by `begin`, unless this writes them before it.
         self.apply_params: Callable[[RowParams, ParamInbox], None] | None = None
         if scheduler == "cuda":
@@ -244,7 +242,7 @@ class StepPieces:
         self.end = end
         self.apply_params = self._driver.compile(apply_params, "apply_params")
 
-    def _compile_layer(self, version: LayerVersion, kind: int, *, is_gpu: bool) -> Any:
+    def _compile_layer(self, version: LayerVersion, kind: int) -> Any:
         def layer(
             module: DecoderLayer,
             cache: LayerCache,
@@ -264,8 +262,10 @@ class StepPieces:
         ) -> tuple[Tensor]:
             return (module(residual, rotary, cache, ctx, keep),)
 
-        is_few = is_gpu and version.is_decode and version.high <= self.max_few
-        traits = PieceTraits(is_decode=version.is_decode, is_few=is_few) if is_gpu else PLAIN
+        is_few = self._is_gpu and version.is_decode and version.high <= self.max_few
+        traits = PLAIN
+        if self._is_gpu:
+            traits = PieceTraits(is_decode=version.is_decode, is_few=is_few)
         function, num_shared = (last_layer, 3) if version.is_last else (layer, 2)
         name = f"{version.name}_kind_{kind}" if kind else version.name
         return self._driver.compile_direct(
@@ -283,6 +283,11 @@ class StepPieces:
             return sample(shape, state, params, logits, seq_rows, vocab_size, variant)
 
         return sample_rows
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of each layer of the model; see `layer_kinds`."""
+        return layer_kinds(self._model.layers)
 
     def version(self, num_tokens: int, *, is_mixed: bool) -> LayerVersion:
         """The layer's version for a step of `num_tokens` tokens."""
@@ -305,7 +310,10 @@ class StepPieces:
 
         `index` is the layer's in the model.
         """
-        return self._layers[version, self.kinds[index]]
+        key = (version, self.kinds[index])
+        if key not in self._layers:
+            self._layers[key] = self._compile_layer(*key)
+        return self._layers[key]
 
     def mark_sizes(self, version: LayerVersion, tensors: tuple[Tensor, ...], work: Tensor) -> None:
         """Tells the next compile of the version which first dims vary with the token count."""

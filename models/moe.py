@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from compiled_engine.custom_ops import Activation, ExpertWeights, experts, route
+from compiled_engine.custom_ops import Activation, ExpertWeights, Routes, experts, route
 from compiled_engine.models.config import ModelConfig
 from compiled_engine.models.layers import CausalLM, GatedMLP
 from compiled_engine.models.moe_config import MoEConfig
@@ -98,8 +98,9 @@ class SparseMLP(nn.Module):
         shared = moe.shared_intermediate_size
         self.shared_experts = GatedMLP(config, shared) if shared else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        routes = route(
+    def choose(self, x: Tensor) -> Routes:
+        """The experts of every row of x [T, hidden], and their weights."""
+        return route(
             self.gate(x),
             self.gate.e_score_correction_bias,
             self.top_k,
@@ -109,7 +110,9 @@ class SparseMLP(nn.Module):
             top_groups=self.top_groups,
             scale=self.scale,
         )
-        out = experts(x, routes, self.experts.weights(), self.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = experts(x, self.choose(x), self.experts.weights(), self.activation)
         return out if self.shared_experts is None else out + self.shared_experts(x)
 
 
