@@ -57,6 +57,7 @@ FUSED_OPS = (
     "add_rms_norm",
     "silu_and_mul",
     *(op.name for op in QUANT_OPS),
+    "route",
 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from compiled_engine.config import SchedulerKernels
 from compiled_engine.custom_ops import LayerCache, PagedContext
 from compiled_engine.custom_ops.gemm import MOST_TOKENS
 from compiled_engine.custom_ops.registry import KernelRegistry
+from compiled_engine.layer_kinds import layer_kinds
 from compiled_engine.layout import StepInputs, layout_places
 from compiled_engine.models import CausalLM
 from compiled_engine.models.layers import DecoderLayer, Rotary
@@ -37,7 +39,7 @@ from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
 
 # Tokens up to which products are `fused_linear`, which takes the fastest kernel for the product and
 # the number of tokens; with more the library is the fastest for all.
-MAX_FEW = 64
+MAX_FEW = 128
 # Of these, tokens up to which attention may treat chunks of prompts like tokens of many sequences.
 MAX_FEW_MIXED = 32
 
@@ -89,7 +91,7 @@ def layer_versions(
     `max_few` is the highest count of the version for few tokens.
     """
     if not is_gpu:
-        few = 1
+        few_mixed = 1
         versions = [
             LayerVersion("layer_one", 1, 1, is_decode=False),
             LayerVersion("layer_many", 2, max_tokens, is_decode=False),
@@ -104,7 +106,7 @@ def layer_versions(
             LayerVersion("layer_many_mixed", few_mixed + 1, max_tokens, is_decode=False),
         ]
     if has_last:
-        low = max(few, max_rows) + 1
+        low = max(few_mixed, max_rows) + 1
         versions.append(LayerVersion("layer_last", low, max_tokens, is_decode=False, is_last=True))
     return tuple(version for version in versions if version.low <= version.high)
 
@@ -144,7 +146,9 @@ class StepPieces:
             max_few=self.max_few,
         )
         self._driver = driver
-        self._layers = {v: self._compile_layer(v, is_gpu=is_gpu) for v in self.versions}
+        self._model = model
+        self._is_gpu = is_gpu
+        self._layers: dict[tuple[LayerVersion, int], Any] = {}
         # Parameters of submitted rows are written by `begin`, unless this writes them before it.
         self.apply_params: Callable[[RowParams, ParamInbox], None] | None = None
         if scheduler == "cuda":
@@ -238,7 +242,7 @@ class StepPieces:
         self.end = end
         self.apply_params = self._driver.compile(apply_params, "apply_params")
 
-    def _compile_layer(self, version: LayerVersion, *, is_gpu: bool) -> Any:
+    def _compile_layer(self, version: LayerVersion, kind: int) -> Any:
         def layer(
             module: DecoderLayer,
             cache: LayerCache,
@@ -258,11 +262,14 @@ class StepPieces:
         ) -> tuple[Tensor]:
             return (module(residual, rotary, cache, ctx, keep),)
 
-        is_few = is_gpu and version.is_decode and version.high <= self.max_few
-        traits = PieceTraits(is_decode=version.is_decode, is_few=is_few) if is_gpu else PLAIN
+        is_few = self._is_gpu and version.is_decode and version.high <= self.max_few
+        traits = PLAIN
+        if self._is_gpu:
+            traits = PieceTraits(is_decode=version.is_decode, is_few=is_few)
         function, num_shared = (last_layer, 3) if version.is_last else (layer, 2)
+        name = f"{version.name}_kind_{kind}" if kind else version.name
         return self._driver.compile_direct(
-            function, version.name, num_static=2, num_shared=num_shared, traits=traits
+            function, name, num_static=2, num_shared=num_shared, traits=traits
         )
 
     def _sampler(self, variant: Variant, vocab_size: int) -> Callable[..., Sampled]:
@@ -277,20 +284,36 @@ class StepPieces:
 
         return sample_rows
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The kind of each layer of the model; see `layer_kinds`."""
+        return layer_kinds(self._model.layers)
+
     def version(self, num_tokens: int, *, is_mixed: bool) -> LayerVersion:
         """The layer's version for a step of `num_tokens` tokens."""
         fitting = [v for v in self.versions if v.low <= num_tokens <= v.high and not v.is_last]
         wanted = [v for v in fitting if v.is_decode != is_mixed]
         return (wanted or fitting)[0]
 
-    def last_version(self, num_tokens: int) -> LayerVersion | None:
-        """The version that gives only what is sampled; None where every token may be."""
+    def last_version(self, version: LayerVersion, num_tokens: int) -> LayerVersion | None:
+        """The version that gives only what is sampled; None where every token may be.
+
+        `version` is that of the step's other layers: it plans attention for all of them.
+        """
+        if version.is_decode:
+            return None
         fitting = (v for v in self.versions if v.low <= num_tokens <= v.high and v.is_last)
         return next(fitting, None)
 
-    def layer(self, version: LayerVersion) -> Any:
-        """The compiled layer; called as `DirectPiece`, an `is_last` one with `keep` behind ctx."""
-        return self._layers[version]
+    def layer(self, version: LayerVersion, index: int) -> Any:
+        """The compiled layer; called as `DirectPiece`, an `is_last` one with `keep` behind ctx.
+
+        `index` is the layer's in the model.
+        """
+        key = (version, self.kinds[index])
+        if key not in self._layers:
+            self._layers[key] = self._compile_layer(*key)
+        return self._layers[key]
 
     def mark_sizes(self, version: LayerVersion, tensors: tuple[Tensor, ...], work: Tensor) -> None:
         """Tells the next compile of the version which first dims vary with the token count."""

@@ -201,7 +201,7 @@ class StepExecutor:
         try:
             version = self.pieces.version(key.num_tokens, is_mixed=key.is_mixed)
             # Every token of a prompt whose tokens are scored needs its logits.
-            last = None if key.num_scored else self.pieces.last_version(key.num_tokens)
+            last = None if key.num_scored else self.pieces.last_version(version, key.num_tokens)
             residual, inputs = self._run_layers(step_plan, key.num_tokens, version, last)
             if key.num_scored:
                 self._score_prompts(key, residual, inputs)
@@ -323,15 +323,15 @@ class StepExecutor:
         )
         if not self.reads_plans:
             ctx = ctx._replace(work=self._attention_work(ctx, version))
-        layer = self.pieces.layer(version)
         shared: tuple[Any, ...] = (rotary, ctx)
         for key, static in enumerate(self._layers):
             if last is not None and key == len(self._layers) - 1:
                 keep = inputs.logits_indices[: min(num_tokens, self.shape.max_rows)]
-                version, layer, shared = last, self.pieces.layer(last), (rotary, ctx, keep)
+                version, shared = last, (rotary, ctx, keep)
             if version is warmed:
                 varying = (residual, *rotary, ctx.slot_mapping, ctx.token_rows, ctx.positions)
                 self.pieces.mark_sizes(version, varying, ctx.work)
+            layer = self.pieces.layer(version, key)
             (residual,) = layer(key, static, shared, residual)
         return residual, inputs
 

@@ -28,6 +28,9 @@ _SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 
+# Markers of the Harmony form, which gpt-oss writes, and those of them that end the model's turn.
+_HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 # What transformers can convert where there is no tokenizer.json.
 _OLDER_FORMS = ("tokenizer.model", "vocab.json", "spiece.model", "tokenizer_config.json")
@@ -40,7 +43,9 @@ class Tokenizer:
         vocab_size: largest token id plus 1, added tokens included; embedding padding is not.
         special_token_ids: ids that `skip_special_tokens` leaves out of text.
         eos_token_ids: ids that end an answer: the tokenizer's own end token, and those of
-            generation_config.json, or of config.json where that names none.
+            generation_config.json, or of config.json where that names none; of a tokenizer of the
+            Harmony form the ends of an answer and of a call.
+        is_harmony: its vocabulary has the markers of the Harmony form.
         bos_token: text of the begin token, or None.
         eos_token: text of the end token, or None.
     """
@@ -65,7 +70,10 @@ class Tokenizer:
         )
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         own_eos = backend.token_to_id(self.eos_token) if self.eos_token else None
+        markers = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.is_harmony = markers.keys() >= {*_HARMONY_MARKERS, *_HARMONY_ENDS}
         ends = [*eos_token_ids, *([] if own_eos is None else [own_eos])]
+        ends += [markers[token] for token in _HARMONY_ENDS if self.is_harmony]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
         self._chat_templates = ChatTemplates(chat_templates or {}, tokens)
         self._detokenizers = DetokenizerFactory(backend, self.special_token_ids)

@@ -13,6 +13,15 @@ from compiled_engine.custom_ops.attention import (
 )
 from compiled_engine.custom_ops.gemm import FUSED_LINEAR, LINEAR
 from compiled_engine.custom_ops.library import OpSpec
+from compiled_engine.custom_ops.moe import (
+    EXPERTS,
+    ROUTE,
+    Activation,
+    ExpertWeights,
+    Routes,
+    experts,
+    route,
+)
 from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, rms_norm
 from compiled_engine.custom_ops.quant import QUANT_OPS, dequantize, quantize
 from compiled_engine.custom_ops.rope_kv import (
@@ -46,6 +55,8 @@ ALL_OPS: tuple[OpSpec, ...] = (
     QK_NORM_ROPE_KV_WRITE,
     ATTENTION_WORK,
     PAGED_ATTENTION,
+    ROUTE,
+    EXPERTS,
     SAMPLING_THRESHOLD,
     SAMPLE_TOKENS,
     SAMPLE_ROWS,
@@ -55,16 +66,21 @@ ALL_OPS: tuple[OpSpec, ...] = (
 
 __all__ = [
     "ALL_OPS",
+    "Activation",
+    "ExpertWeights",
     "LayerCache",
     "OpSpec",
     "PagedContext",
+    "Routes",
     "attention",
     "dequantize",
+    "experts",
     "kv_write",
     "qk_norm_rope",
     "quantize",
     "rms_norm",
     "rope",
+    "route",
     "sampling_threshold",
     "silu_and_mul",
 ]

@@ -25,6 +25,7 @@ from compiled_engine.custom_ops.gemm_choice import (
     why_mma_is_slower,
     why_wide_is_slower,
 )
+from compiled_engine.custom_ops.gemm_library import add_product, has_cublaslt
 from compiled_engine.custom_ops.gemm_mma import MAX_TOKENS as MAX_MMA_TOKENS
 from compiled_engine.custom_ops.gemm_mma import mma_rejects
 from compiled_engine.custom_ops.gemm_wide import MAX_TOKENS as MAX_WIDE_TOKENS
@@ -188,6 +189,23 @@ def _rejects_wide(traits: Traits) -> str | None:
     return wide_rejects(traits)
 
 
+def _rejects_cublaslt(traits: Traits) -> str | None:
+    """What the direct call of the library is not for, or cannot take."""
+    is_sum = traits["has_residual"] and not traits["has_bias"] and not traits["is_gated"]
+    rules = (
+        (traits["has_cublaslt"], "needs the cuBLAS that torch for CUDA comes with"),
+        (is_sum, "is for products that add a residual, without bias and gate"),
+        (traits["has_one_dtype"], "needs the same dtype for all tensors"),
+        (traits["is_weight_contiguous"], "needs a contiguous weight"),
+        (traits["is_last_dim_contiguous"], "needs a contiguous last dim of x and residual"),
+        (
+            traits["is_aligned"] and traits["is_residual_aligned"] and traits["rows"] % 8 == 0,
+            "needs rows of all tensors at multiples of 16 bytes",
+        ),
+    )
+    return next((reason for is_met, reason in rules if not is_met), None)
+
+
 def _rejects_library(traits: Traits) -> str | None:
     return None if traits["has_one_dtype"] else "needs the same dtype for all tensors"
 
@@ -235,6 +253,17 @@ CANDIDATES = (
     Candidate(
         family="fused_linear",
         mode="few",
+        name="cublaslt",
+        priority=Priority.TUNED,
+        device_type="cuda",
+        min_arch=80,
+        dtypes=(torch.bfloat16, torch.float16),
+        rejects=_rejects_cublaslt,
+        tags=("a kernel for the norm", "reads the residual where it is"),
+    ),
+    Candidate(
+        family="fused_linear",
+        mode="few",
         name="library",
         priority=Priority.PORTABLE,
         device_type="cuda",
@@ -247,7 +276,7 @@ CANDIDATES = (
 )
 
 
-def _library_product(operands: gemm_skinny.Operands) -> Tensor:
+def _library_product(operands: gemm_skinny.Operands, *, is_direct: bool) -> Tensor:
     """As `reference.fused_linear` on a GPU, with the library's product."""
     from compiled_engine.custom_ops.activation_triton import silu_and_mul
     from compiled_engine.custom_ops.norm_triton import rms_norm
@@ -255,6 +284,8 @@ def _library_product(operands: gemm_skinny.Operands) -> Tensor:
     x, weight, bias, norm_weight, eps, residual, is_gated = operands
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
+    if residual is not None and is_direct:
+        return add_product(residual, x, weight)
     if residual is not None and bias is None and not is_gated:
         return torch.addmm(residual, x, weight.T)
     y = torch.nn.functional.linear(x, weight, bias)
@@ -282,12 +313,16 @@ def fused_linear_traits(
         "size": x.shape[1],
         "is_gated": is_gated,
         "has_norm": norm_weight is not None,
+        "has_bias": bias is not None,
+        "has_residual": residual is not None,
+        "is_residual_aligned": residual is None or _is_aligned(residual),
         "has_one_dtype": all(t.dtype == x.dtype for t in others),
         "is_weight_contiguous": weight.is_contiguous(),
         "is_last_dim_contiguous": all(t.stride(1) == 1 for t in (x, residual) if t is not None),
         "is_aligned": all(_is_aligned(t) for t in (x, weight, norm_weight) if t is not None),
         "is_hopper": Target.of(x.device).arch // 10 == 9,
         "has_nvrtc": has_nvrtc(),
+        "has_cublaslt": has_cublaslt(),
     }
 
 
@@ -331,8 +366,8 @@ def fused_linear_cuda(
     if kernel == "torch":
         return reference.fused_linear(x, weight, bias, norm_weight, eps, residual, is_gated)
     operands = gemm_skinny.Operands(x, weight, bias, norm_weight, eps, residual, is_gated)
-    if kernel == "library":
-        return _library_product(operands)
+    if kernel in ("library", "cublaslt"):
+        return _library_product(operands, is_direct=kernel == "cublaslt")
     return gemm_skinny.launch(kernel, operands, pick_config(kernel, traits))
 
 

@@ -110,42 +110,42 @@ _HOPPER = {
 # For 2 to 8 tokens. What is for few and long rows leaves no room for a norm's weight beside two
 # blocks of threads a multiprocessor. For a vocabulary: the fastest of its kind, not of all kernels.
 _MMA = {
-    Shape.FEW_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE, blocks=0, stagger=5),
-    Shape.MORE_ROWS: MmaConfig(16, 512, 4, 3, 2, lead=AT_ONCE, blocks=0, stagger=1),
-    Shape.LONG_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE, blocks=0),
-    Shape.MANY_ROWS: MmaConfig(64, 128, 1, 4, 4, lead=AT_ONCE, blocks=0, stagger=11),
-    Shape.VOCABULARY: MmaConfig(128, 64, 1, 4, 4, lead=AT_ONCE, blocks=0),
+    Shape.FEW_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE, stagger=5),
+    Shape.MORE_ROWS: MmaConfig(16, 512, 4, 3, 2, lead=AT_ONCE, stagger=1),
+    Shape.LONG_ROWS: MmaConfig(16, 512, 4, 5, 4, lead=AT_ONCE),
+    Shape.MANY_ROWS: MmaConfig(64, 128, 1, 4, 4, lead=AT_ONCE, stagger=11),
+    Shape.VOCABULARY: MmaConfig(128, 64, 1, 4, 4, lead=AT_ONCE),
 }
-# By tokens, up to. Parts of more than 192 rows' sums would not fit into registers with 128 tokens.
+# By tokens, up to.
 _WIDE = {
     32: {
-        Shape.FEW_ROWS: WideConfig(2, 2, split=4),
-        Shape.MORE_ROWS: WideConfig(3, 2, split=4),
-        Shape.LONG_ROWS: WideConfig(2, 2, split=4),
+        Shape.FEW_ROWS: WideConfig(1, 2, split=2),
+        Shape.MORE_ROWS: WideConfig(3, 1, split=4),
+        Shape.LONG_ROWS: WideConfig(1, 2, split=2),
         Shape.MANY_ROWS: WideConfig(3, 1),
-        Shape.VOCABULARY: WideConfig(2, 1),
+        Shape.VOCABULARY: WideConfig(3, 1),
     },
     64: {
         Shape.FEW_ROWS: WideConfig(1, 2, split=2),
-        Shape.MORE_ROWS: WideConfig(3, 1, split=4),
+        Shape.MORE_ROWS: WideConfig(1, 2),
         Shape.LONG_ROWS: WideConfig(2, 1, split=4),
         Shape.MANY_ROWS: WideConfig(3, 1),
         Shape.VOCABULARY: WideConfig(2, 1),
     },
     128: {
-        Shape.FEW_ROWS: WideConfig(2, 1, split=4),
-        Shape.MORE_ROWS: WideConfig(2, 1, split=2),
+        Shape.FEW_ROWS: WideConfig(1, 2, split=2),
+        Shape.MORE_ROWS: WideConfig(1, 2),
         Shape.LONG_ROWS: WideConfig(2, 1, split=4),
         Shape.MANY_ROWS: WideConfig(3, 1),
         Shape.VOCABULARY: WideConfig(2, 1),
     },
 }
-# Where the wide kernel was faster than the others and the library, by tokens, up to.
+# Where the wide kernel was faster than the others and the library, in whole layers.
 _WIDE_WINS = {
-    16: (),
-    32: (Shape.FEW_ROWS, Shape.MORE_ROWS, Shape.LONG_ROWS, Shape.MANY_ROWS),
+    16: (Shape.LONG_ROWS,),
+    32: (Shape.LONG_ROWS, Shape.MANY_ROWS),
     64: (Shape.FEW_ROWS, Shape.LONG_ROWS, Shape.MANY_ROWS),
-    128: (),
+    128: (Shape.LONG_ROWS, Shape.MANY_ROWS),
 }
 # Where the Hopper kernel was faster than the tile kernel.
 _HOPPER_WINS = {

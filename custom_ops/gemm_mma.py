@@ -25,7 +25,7 @@ from compiled_engine.custom_ops.cuda_build import (
     inductor_cubin_dir,
     load_library,
 )
-from compiled_engine.custom_ops.gemm_skinny import MmaConfig, Operands, num_multiprocessors
+from compiled_engine.custom_ops.gemm_skinny import MmaConfig, Operands
 from compiled_engine.custom_ops.registry import Traits
 from compiled_engine.custom_ops.tensor_maps import MAP_BYTES, Boxes, encode_boxes
 
@@ -53,10 +53,10 @@ class MmaArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "norm_weight")),
         *((name, ctypes.c_void_p) for name in ("residual", "out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "residual_stride")),
-        *((name, ctypes.c_int32) for name in ("num_tokens", "num_outputs", "size", "num_tiles")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_outputs", "size")),
         *((name, ctypes.c_int32) for name in ("lead", "stagger")),
         ("eps", ctypes.c_float),
-        ("padding", ctypes.c_int32 * 9),
+        ("padding", ctypes.c_int32 * 10),
     ]
 
 
@@ -70,7 +70,6 @@ def why_not_made(config: MmaConfig) -> str | None:
         (config.block % _SLAB == 0, f"blocks of {_SLAB} columns"),
         (config.block % (32 * config.k_warps) == 0, f"blocks in {config.k_warps} parts of 32"),
         (2 <= config.x_stages <= config.stages, "2 <= x_stages <= stages"),
-        (config.cluster in (1, 2, 4, 8), "clusters of 1, 2, 4 or 8"),
     )
     return next((reason for is_met, reason in rules if not is_met), None)
 
@@ -79,14 +78,12 @@ def why_not_made(config: MmaConfig) -> str | None:
 class Variant:
     """What a compiled kernel is made for; `tokens` are padded.
 
-    `is_single`: no block of threads has more than one tile. `has_whole_slabs`: the columns are a
-    multiple of those of a box.
+    `has_whole_slabs`: the columns are a multiple of those of a box.
     """
 
     config: MmaConfig
     tokens: int
     is_gated: bool
-    is_single: bool
     has_residual: bool
     is_half: bool
     has_norm: bool
@@ -103,8 +100,6 @@ class Variant:
             "K_WARPS": config.k_warps,
             "STAGES": config.stages,
             "X_STAGES": config.x_stages,
-            "CLUSTER": config.cluster,
-            "IS_SINGLE": self.is_single,
             "GATED": self.is_gated,
             "WHOLE_SLABS": self.has_whole_slabs,
             "RESIDENT": self.resident,
@@ -120,9 +115,8 @@ class Variant:
         config, tokens = self.config, self.tokens
         x_rows = tokens + self.has_norm
         rings = (config.stages * config.rows + config.x_stages * x_rows) * config.block * 2
-        sums = 0 if self.is_single else config.k_warps * tokens * (config.rows + 4) * 4
         barriers = 8 * (2 * config.stages + config.x_stages)
-        return rings + sums + config.k_warps * tokens * 4 + barriers
+        return rings + config.k_warps * tokens * 4 + barriers
 
     @property
     def resident(self) -> int:
@@ -146,23 +140,13 @@ def num_tiles(rows: int, config: MmaConfig) -> int:
     return -(-rows // config.rows)
 
 
-def num_clusters(rows: int, config: MmaConfig, num_processors: int) -> int:
-    """Clusters of a launch: as many as run at once, or fewer if none then has more tiles."""
-    tiles = num_tiles(rows, config)
-    if not config.blocks:
-        return tiles
-    rounds = -(-tiles // max(1, num_processors * config.blocks // config.cluster))
-    return -(-tiles // rounds)
-
-
-def variant_of(operands: Operands, config: MmaConfig, num_processors: int) -> Variant:
-    """The compiled kernel that serves these arguments on a GPU of so many multiprocessors."""
-    rows, size = operands.weight.shape
+def variant_of(operands: Operands, config: MmaConfig) -> Variant:
+    """The compiled kernel that serves these arguments."""
+    size = operands.weight.shape[1]
     return Variant(
-        config=replace(config, lead=0, blocks=0, stagger=0),
+        config=replace(config, lead=0, stagger=0),
         tokens=padded_tokens(operands.x.shape[0]),
         is_gated=operands.is_gated,
-        is_single=num_tiles(rows, config) <= num_clusters(rows, config, num_processors),
         has_residual=operands.residual is not None,
         is_half=operands.x.dtype == torch.float16,
         has_norm=operands.norm_weight is not None,
@@ -228,7 +212,6 @@ def arguments(
         num_tokens=x.shape[0],
         num_outputs=operands.num_outputs,
         size=weight.shape[1],
-        num_tiles=num_tiles(weight.shape[0], config),
         lead=config.lead,
         stagger=config.stagger,
         eps=eps,
@@ -255,12 +238,11 @@ def _number(arch: str) -> int:
 
 def launch_mma(operands: Operands, out: Tensor, config: MmaConfig) -> None:
     """Runs the kernel on the current stream; `out` [T, num_outputs], contiguous."""
-    device = operands.x.device
-    num_processors, arch = num_multiprocessors(device), arch_of(device)
-    kernel = load_variant(variant_of(operands, config, num_processors), arch)
+    arch = arch_of(operands.x.device)
+    kernel = load_variant(variant_of(operands, config), arch)
     encode = _encode_kept if _number(arch) >= 90 else _no_boxes
-    clusters = num_clusters(operands.weight.shape[0], config, num_processors)
-    kernel.launch(clusters * config.cluster, arguments(operands, out, config, encode))
+    tiles = num_tiles(operands.weight.shape[0], config)
+    kernel.launch(tiles, arguments(operands, out, config, encode))
 
 
 def mma_rejects(traits: Traits) -> str | None:

@@ -106,9 +106,7 @@ class MmaConfig:
         k_warps: warps, of 4, that divide the columns of a block; the others divide its rows.
         stages: blocks of the weight in shared memory.
         x_stages: blocks of x in shared memory, at most `stages`.
-        cluster: blocks of threads that divide the columns of a tile.
         lead: blocks of the weight still to be asked for when the next kernel may start.
-        blocks: of threads, a multiprocessor, that take tiles in turn; 0: a block for every tile.
         stagger: blocks of columns by which a tile begins after the tile before; they go round.
     """
 
@@ -117,9 +115,7 @@ class MmaConfig:
     k_warps: int
     stages: int
     x_stages: int
-    cluster: int = 1
     lead: int = 0
-    blocks: int = 1
     stagger: int = 0
 
 
@@ -131,13 +127,11 @@ class WideConfig:
         warpgroups: that multiply, each 64 rows of the weight: the rows of a tile.
         slabs: of 64 columns, copied at a time.
         split: blocks of threads that divide the columns of a tile.
-        share: blocks of threads that get x together, of different tiles.
     """
 
     warpgroups: int
     slabs: int
     split: int = 1
-    share: int = 1
 
 
 Config = RowConfig | TileConfig | HopperConfig | MmaConfig | WideConfig

@@ -33,7 +33,7 @@ from compiled_engine.custom_ops.tensor_maps import MAP_BYTES, Boxes, encode_boxe
 SOURCE = "gemm_wide/wide.cu"
 KERNEL = "wide_product"
 MIN_TOKENS, MAX_TOKENS = 9, 128  # of fewer, other kernels are faster
-PADDED_TOKENS = (8, 16, 32, 64, 96, 128)
+PADDED_TOKENS = (16, 32, 64, 96, 128)
 # Of shared memory, of one block of threads at most.
 MAX_SHARED_BYTES = 232448
 # Sums that the blocks of one launch may leave for each other.
@@ -50,7 +50,7 @@ class WideArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "residual", "out", "partials")),
         ("residual_stride", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_outputs", "num_blocks")),
-        *((name, ctypes.c_int32) for name in ("num_groups", "is_paired")),
+        *((name, ctypes.c_int32) for name in ("num_tiles", "is_paired")),
         ("padding", ctypes.c_int32),
     ]
 
@@ -79,7 +79,6 @@ class Variant:
             "SLABS": config.slabs,
             "STAGES": self.stages,
             "SPLIT": config.split,
-            "SHARE": config.share,
             "GATED": self.is_gated,
             "HALF": self.is_half,
         }
@@ -106,14 +105,12 @@ class Variant:
         return self.stages * (self._stage_bytes + 16)
 
 
-def why_not_made(config: WideConfig, tokens: int) -> str | None:
-    """Why the kernel cannot be made with these sizes, for so many padded tokens."""
+def why_not_made(config: WideConfig) -> str | None:
+    """Why the kernel cannot be made with these sizes."""
     rules = (
         (1 <= config.warpgroups <= 4, "1 to 4 warpgroups"),
         (config.slabs in (1, 2), "1 or 2 slabs"),
         (config.split >= 1, "at least one part"),
-        (config.share in (1, 2), "clusters of 1 or 2"),
-        (tokens // config.share % 8 == 0, f"{tokens} tokens in {config.share} parts of 8"),
     )
     return next((reason for is_met, reason in rules if not is_met), None)
 
@@ -141,13 +138,12 @@ def weight_boxes(operands: Operands, config: WideConfig) -> Boxes:
     return Boxes(weight.data_ptr(), sizes, strides, (_SLAB, 8, 2, rows // 16), is_half)
 
 
-def x_boxes(x: Tensor, config: WideConfig) -> Boxes:
-    """Boxes of the tokens that one block of a cluster copies."""
+def x_boxes(x: Tensor) -> Boxes:
+    """Boxes of all tokens."""
     num_tokens, size = x.shape
-    # A lone row may have any stride.
-    stride = x.stride(0) if num_tokens > 1 else -(-size // 8) * 8
-    box = (_SLAB, padded_tokens(num_tokens) // config.share)
-    return Boxes(x.data_ptr(), (size, num_tokens), (stride * 2,), box, x.dtype == torch.float16)
+    box = (_SLAB, padded_tokens(num_tokens))
+    strides = (x.stride(0) * 2,)
+    return Boxes(x.data_ptr(), (size, num_tokens), strides, box, x.dtype == torch.float16)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,27 +152,25 @@ def _encode_kept(boxes: Boxes) -> bytes:
     return encode_boxes(boxes)
 
 
-def num_groups(rows: int, config: WideConfig) -> int:
-    """Groups of a weight's tiles: those that the blocks of a cluster have side by side."""
-    return -(-rows // (_PANEL * config.warpgroups * config.share))
+def num_tiles(rows: int, config: WideConfig) -> int:
+    """Tiles of a weight with so many rows."""
+    return -(-rows // (_PANEL * config.warpgroups))
 
 
-def num_clusters(rows: int, config: WideConfig, num_processors: int) -> int:
-    """Clusters of a launch: as many as there is work for, or as run at once.
+def num_blocks_of_threads(rows: int, config: WideConfig, num_processors: int) -> int:
+    """Blocks of a launch: as many as there is work for, or as run at once.
 
     All parts of a tile are in different blocks, or the first would wait for the last for ever.
     """
-    most = num_processors // config.share
-    assert config.split <= most, (config, num_processors)
-    return min(num_groups(rows, config) * config.split, most)
+    assert config.split <= num_processors, (config, num_processors)
+    return min(num_tiles(rows, config) * config.split, num_processors)
 
 
 def num_partials(rows: int, tokens: int, config: WideConfig) -> int:
     """Sums that the parts of all tiles leave for each other, for so many padded tokens."""
     if config.split == 1:
         return 0
-    tiles = num_groups(rows, config) * config.share
-    return tiles * config.split * tokens * _PANEL * config.warpgroups
+    return num_tiles(rows, config) * config.split * tokens * _PANEL * config.warpgroups
 
 
 @functools.cache
@@ -207,11 +201,11 @@ def arguments(
     """The kernel's argument, for operands without a norm; `out` [T, num_outputs], contiguous."""
     x, weight, bias, norm_weight, _, residual, _ = operands
     assert norm_weight is None, "the norm is a kernel of its own"
-    assert 1 <= x.shape[0] <= MAX_TOKENS, x.shape
+    assert MIN_TOKENS <= x.shape[0] <= MAX_TOKENS, x.shape
     assert out.shape == (x.shape[0], operands.num_outputs), out.shape
     assert out.is_contiguous(), out.stride()
     tokens = padded_tokens(x.shape[0])
-    reason = why_not_made(config, tokens)
+    reason = why_not_made(config)
     assert reason is None, f"{config}: {reason}"
     num_blocks = -(-weight.shape[1] // (_SLAB * config.slabs))
     assert num_blocks >= config.split, (num_blocks, config)
@@ -224,7 +218,7 @@ def arguments(
 
     return WideArgs(
         weight=encoded(weight_boxes(operands, config)),
-        x=encoded(x_boxes(x, config)),
+        x=encoded(x_boxes(x)),
         bias=None if bias is None else bias.data_ptr(),
         residual=None if residual is None else residual.data_ptr(),
         out=out.data_ptr(),
@@ -233,7 +227,7 @@ def arguments(
         num_tokens=x.shape[0],
         num_outputs=operands.num_outputs,
         num_blocks=num_blocks,
-        num_groups=num_groups(rows, config),
+        num_tiles=num_tiles(rows, config),
         is_paired=all(t.stride(0) % 2 == t.data_ptr() % 4 == 0 for t in others),
     )
 
@@ -255,9 +249,8 @@ def launch_wide(operands: Operands, out: Tensor, config: WideConfig) -> None:
     """Runs the kernel on the current stream, for operands without a norm."""
     device = operands.x.device
     kernel = load_variant(variant_of(operands, config), arch_of(device))
-    clusters = num_clusters(operands.weight.shape[0], config, num_multiprocessors(device))
-    args = arguments(operands, out, config, _scratch(device))
-    kernel.launch(clusters * config.share, args)
+    blocks = num_blocks_of_threads(operands.weight.shape[0], config, num_multiprocessors(device))
+    kernel.launch(blocks, arguments(operands, out, config, _scratch(device)))
 
 
 def wide_rejects(traits: Traits) -> str | None:

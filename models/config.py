@@ -7,20 +7,32 @@ Reads plain JSON, in the spelling of transformers 4 and of transformers 5; impor
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.checkpoint_header import first_dtype
+from compiled_engine.models.config_fields import Fields, read_json
+from compiled_engine.models.moe_config import (
+    MoEConfig,
+    read_moe,
+    read_windows,
+)
 from compiled_engine.models.quant_config import read_quantization
 from compiled_engine.models.quant_plan import HEAD, QuantPlan
+from compiled_engine.models.rope_config import RopeScaling, read_rope
 
 ModelDtype = Literal["bfloat16", "float16", "float32"]
 
 # Architecture -> `model_type`: the ones that have a model file here.
-SUPPORTED_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+SUPPORTED_ARCHITECTURES = {
+    "GptOssForCausalLM": "gpt_oss",
+    "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 
 _DTYPES: dict[str, ModelDtype] = {
     "bfloat16": "bfloat16",
@@ -45,22 +57,42 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the length the model was trained for.
+class _Defaults:
+    """Those of a family's own config class: older files leave fields out. None: as Llama's."""
 
-    Attributes:
-        rope_type: "linear" divides all frequencies by `factor`; "llama3" divides the low ones only.
-        factor: at least 1.
-        low_freq_factor: llama3: wavelengths above `original / low_freq_factor` are stretched fully.
-        high_freq_factor: llama3: wavelengths below `original / high_freq_factor` are kept.
-        original_max_position_embeddings: llama3: trained length, tokens.
-    """
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope: dict[str, Any] | None = None
+    attention_bias: bool = False
 
-    rope_type: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_DEFAULTS = {
+    "qwen3": _Defaults(head_dim=128, max_position_embeddings=32768),
+    "qwen3_moe": _Defaults(num_kv_heads=4, max_position_embeddings=32768),
+    "mixtral": _Defaults(
+        num_kv_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1e6
+    ),
+    "gpt_oss": _Defaults(
+        head_dim=64,
+        num_kv_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        rope=_GPT_OSS_ROPE,
+        attention_bias=True,
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +110,9 @@ class ModelConfig:
         attention_bias: q, k, v and o projections have a bias.
         mlp_bias: gate, up and down projections have a bias.
         hidden_act: always "silu".
+        windows: tokens each layer's attention looks back on, itself included, 0 for all; empty
+            where all layers look at all.
+        moe: the mixtures of experts; None where every layer has an ordinary MLP.
         dtype: the model's own dtype, which `--dtype auto` takes.
         eos_token_ids: ids that end an answer, from generation_config.json where it says so.
         bos_token_id: None where the model has none.
@@ -103,15 +138,9 @@ class ModelConfig:
     dtype: ModelDtype = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    windows: tuple[int, ...] = ()
+    moe: MoEConfig | None = None
     quantization: QuantPlan | None = None
-
-    @property
-    def has_own_head(self) -> bool:
-        """Whether the output projection is a matrix of its own: not tied, or quantised."""
-        if not self.tie_word_embeddings:
-            return True
-        scheme = self.quantization.scheme(HEAD) if self.quantization else None
-        return scheme is not None and scheme.layout == "plain"
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -134,6 +163,18 @@ class ModelConfig:
                 f'hidden_act is "{self.hidden_act}"; only "silu" is supported', param="hidden_act"
             )
 
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the output projection is a matrix of its own: not tied, or quantised."""
+        if not self.tie_word_embeddings:
+            return True
+        scheme = self.quantization.scheme(HEAD) if self.quantization else None
+        return scheme is not None and scheme.layout == "plain"
+
+    def window(self, layer: int) -> int:
+        """Tokens the layer's attention looks back on, itself included; 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
 
 _SIZES = (
     "hidden_size",
@@ -154,113 +195,52 @@ def load_model_config(folder: Path) -> ModelConfig:
         ConfigError: a file is missing or malformed, or a field asks for something the models here
             do not compute; the message names the field and what is allowed.
     """
-    fields = _Fields(read_json(folder / "config.json"), folder / "config.json")
+    fields = Fields(read_json(folder / "config.json"), folder / "config.json")
     architecture = _architecture(fields)
     family = SUPPORTED_ARCHITECTURES[architecture]
     _refuse_unsupported(fields, family)
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
-    # The defaults are those of the family's own config class: older files leave fields out.
-    default_head_dim = 128 if family == "qwen3" else hidden_size // max(num_heads, 1)
-    default_positions = 32768 if family == "qwen3" else 2048
-    rope_theta, rope_scaling = _rope(fields)
+    defaults = _DEFAULTS.get(family, _Defaults())
+    num_layers = fields.integer("num_hidden_layers")
+    rope_theta, rope_scaling = read_rope(
+        fields, default_theta=defaults.rope_theta, default=defaults.rope
+    )
     generation_path = folder / "generation_config.json"
-    generation = _Fields(
+    generation = Fields(
         read_json(generation_path) if generation_path.exists() else {}, generation_path
     )
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-        head_dim=fields.integer("head_dim", default_head_dim),
+        num_kv_heads=fields.integer("num_key_value_heads", defaults.num_kv_heads or num_heads),
+        head_dim=fields.integer("head_dim", defaults.head_dim or hidden_size // max(num_heads, 1)),
         vocab_size=fields.integer("vocab_size"),
-        max_position_embeddings=fields.integer("max_position_embeddings", default_positions),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=fields.integer(
+            "max_position_embeddings", defaults.max_position_embeddings
+        ),
+        rms_norm_eps=fields.number("rms_norm_eps", defaults.rms_norm_eps),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        attention_bias=fields.flag("attention_bias"),
+        attention_bias=fields.flag("attention_bias", default=defaults.attention_bias),
         mlp_bias=fields.flag("mlp_bias"),
         hidden_act=str(fields.values.get("hidden_act") or "silu"),
         dtype=_dtype(fields, folder),
-        eos_token_ids=generation.token_ids("eos_token_id") or fields.token_ids("eos_token_id"),
+        eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
         bos_token_id=next(
-            iter(fields.token_ids("bos_token_id") or generation.token_ids("bos_token_id")), None
+            iter(fields.integers("bos_token_id") or generation.integers("bos_token_id")), None
         ),
-        quantization=read_quantization(fields.values, folder),
+        windows=read_windows(fields, family, num_layers),
+        moe=read_moe(fields, family, num_layers),
+        quantization=read_quantization(fields.values, folder, family),
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, or holds no JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist: a model folder needs a {path.name}", param="model"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}", param="model") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object", param="model")
-    return value
-
-
-class _Fields:
-    """Typed look-ups in one JSON object, with errors that name the file and the field."""
-
-    def __init__(self, values: dict[str, Any], path: Path) -> None:
-        self.values = values
-        self.path = path
-
-    def refuse(self, field: str, reason: str) -> NoReturn:
-        raise ConfigError(f"{self.path}: {field} {reason}", param=field)
-
-    def integer(self, field: str, default: int | None = None) -> int:
-        value = self.values.get(field)
-        if value is None:
-            if default is None:
-                self.refuse(field, "is missing")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.refuse(field, f"is {value!r}; it must be a whole number")
-        return value
-
-    def number(self, field: str, default: float | None = None) -> float:
-        value = self.values.get(field)
-        if value is None:
-            if default is None:
-                self.refuse(field, "is missing")
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            self.refuse(field, f"is {value!r}; it must be a number above 0")
-        return float(value)
-
-    def flag(self, field: str) -> bool:
-        value = self.values.get(field)
-        if value is None:
-            return False
-        if not isinstance(value, bool):
-            self.refuse(field, f"is {value!r}; it must be true or false")
-        return value
-
-    def token_ids(self, field: str) -> tuple[int, ...]:
-        value = self.values.get(field)
-        listed = [] if value is None else value if isinstance(value, list) else [value]
-        for item in listed:
-            if isinstance(item, bool) or not isinstance(item, int):
-                self.refuse(field, f"is {value!r}; it must be a token id or a list of them")
-        return tuple(listed)
-
-
-def _architecture(fields: _Fields) -> str:
+def _architecture(fields: Fields) -> str:
     listed = fields.values.get("architectures")
     supported = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
     if listed is None:
@@ -272,56 +252,14 @@ def _architecture(fields: _Fields) -> str:
     return str(listed[0])
 
 
-def _refuse_unsupported(fields: _Fields, family: str) -> None:
+def _refuse_unsupported(fields: Fields, family: str) -> None:
     for field, neutral in _NEUTRAL_VALUES.items():
         value = fields.values.get(field)
         if value not in neutral:
             fields.refuse(field, f"is {value!r}; no supported model file computes it")
-    # Qwen configs carry a window size that only `use_sliding_window: true` switches on.
-    window = fields.values.get("sliding_window")
-    if window is not None and fields.values.get("use_sliding_window", family != "qwen3"):
-        fields.refuse("sliding_window", f"is {window}; only full attention is supported")
-    layer_types = set(fields.values.get("layer_types") or ())
-    if layer_types - {"full_attention"}:
-        fields.refuse("layer_types", f"holds {sorted(layer_types)}; only full_attention is there")
 
 
-def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
-    """`rope_theta` and the scaling from `rope_parameters` (new) or `rope_scaling` (old)."""
-    name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
-    raw = fields.values.get(name) or {}
-    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
-        fields.refuse(name, f"is {raw!r}; one set of rotary parameters for all layers is supported")
-    rope = _Fields(raw, fields.path)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    if raw.get("partial_rotary_factor", 1) not in (None, 1):
-        fields.refuse("partial_rotary_factor", f"is {raw['partial_rotary_factor']}; only 1 works")
-    rope_type = raw.get("rope_type", raw.get("type", "default"))
-    if rope_type == "default":
-        return theta, None
-    if rope_type == "linear":
-        return theta, RopeScaling(rope_type="linear", factor=rope.number("factor"))
-    if rope_type == "llama3":
-        scaling = RopeScaling(
-            rope_type="llama3",
-            factor=rope.number("factor"),
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-            original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
-        )
-        if scaling.high_freq_factor <= scaling.low_freq_factor:
-            fields.refuse(
-                f"{name}.high_freq_factor",
-                f"is {scaling.high_freq_factor}; it must be above low_freq_factor = "
-                f"{scaling.low_freq_factor}",
-            )
-        return theta, scaling
-    fields.refuse(
-        f"{name}.rope_type", f'is "{rope_type}"; supported are "default", "linear", "llama3"'
-    )
-
-
-def _dtype(fields: _Fields, folder: Path) -> ModelDtype:
+def _dtype(fields: Fields, folder: Path) -> ModelDtype:
     field = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
     value = fields.values.get(field)
     if value is None:

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from compiled_engine.errors import ConfigError
 from compiled_engine.models import gguf_tokenizer
-from compiled_engine.models.config import RopeScaling, load_model_config
+from compiled_engine.models.config import load_model_config
+from compiled_engine.models.rope_config import RopeScaling
 from compiled_engine.models.weights import ProgressCallback
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -9,7 +9,7 @@ everything else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from compiled_engine.custom_ops import (
     silu_and_mul,
 )
 from compiled_engine.models.config import ModelConfig
+from compiled_engine.models.rope_config import RopeScaling
 
 
 class Rotary(NamedTuple):
@@ -49,7 +50,7 @@ class RMSNorm(nn.Module):
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Rotary frequencies [head_dim // 2] fp32, with the config's scaling.
 
-    Source: RoFormer; llama3 stretching as published with Llama 3.1.
+    Source: RoFormer; llama3 stretching as published with Llama 3.1; YaRN, arXiv 2309.00071.
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / (config.rope_theta ** (exponent / config.head_dim))
@@ -58,11 +59,31 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
+    if scaling.rope_type == "yarn":
+        kept = _yarn_kept(config, scaling)
+        return frequencies * kept + frequencies / scaling.factor * (1 - kept)
     trained = scaling.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = ((trained / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def _yarn_kept(config: ModelConfig, scaling: RopeScaling) -> Tensor:
+    """How much of each frequency is kept, [head_dim // 2]: 1 of the fast ones, 0 of the slow."""
+
+    def place(num_turns: float) -> float:
+        """The frequency, as a real number of its place, with so many turns in a trained length."""
+        wavelength = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
+
+    first, last = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.head_dim - 1)
+    width = last - first if last != first else 0.001
+    at = torch.arange(config.head_dim // 2, dtype=torch.float32, device="cpu")
+    return 1 - ((at - first) / width).clamp(0.0, 1.0)
 
 
 class RotaryEmbedding(nn.Module):
@@ -73,6 +94,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
         self.register_buffer("inverse_frequencies", inverse_frequencies(config), persistent=False)
 
     def reset(self, device: torch.device) -> None:
@@ -81,15 +103,22 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotary:
         angles = positions.float().unsqueeze(-1) * self.inverse_frequencies
-        return Rotary(angles.cos(), angles.sin())
+        if self.factor == 1.0:
+            return Rotary(angles.cos(), angles.sin())
+        return Rotary(angles.cos() * self.factor, angles.sin() * self.factor)
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up in one matrix."""
+    """`down(silu(gate(x)) * up(x))` with gate and up in one matrix.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: of the model.
+        inner_size: width between the products; the config's if not given.
+    """
+
+    def __init__(self, config: ModelConfig, inner_size: int | None = None) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, inner_size or config.intermediate_size
         self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
 
@@ -98,14 +127,26 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped keys and values and rotary positions."""
+    """Causal self-attention with grouped keys and values and rotary positions.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: of the model.
+        layer: index of the layer, whose window it has.
+
+    Attributes:
+        sinks: [num_heads], a logit of each head that takes weight and has no value; None for none.
+    """
+
+    sinks: Tensor | None
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
+        self.window = config.window(layer)
+        self.register_parameter("sinks", None)
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv_proj = nn.Linear(
             config.hidden_size, heads * config.head_dim, bias=config.attention_bias
@@ -134,17 +175,25 @@ class Attention(nn.Module):
         q, k = self.position(q, k, rotary)
         if cache is not None and ctx is not None:
             kv_write(k, v, cache.k_cache, cache.v_cache, ctx.slot_mapping)
-        out = attention(q, k, v, cache, ctx, self.scale).flatten(1)
+        out = attention(
+            q, k, v, cache, ctx, self.scale, window=self.window, sinks=self.sinks
+        ).flatten(1)
         return self.o_proj(out if keep is None else out[keep])
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP on the residual stream [T, hidden]."""
+    """Pre-norm attention and MLP, of which the caller says what they are, on the residual stream.
 
-    def __init__(self, config: ModelConfig, attention_class: type[Attention]) -> None:
+    Args:
+        config: of the model.
+        attention: the layer's.
+        mlp: maps [T, hidden] to [T, hidden].
+    """
+
+    def __init__(self, config: ModelConfig, attention: Attention, mlp: nn.Module) -> None:
         super().__init__()
-        self.self_attn = attention_class(config)
-        self.mlp = GatedMLP(config)
+        self.self_attn = attention
+        self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -170,13 +219,11 @@ class DecoderLayer(nn.Module):
 class DecoderStack(nn.Module):
     """Embedding, rotary tables, layers and final norm; named as in Hugging Face checkpoints."""
 
-    def __init__(self, config: ModelConfig, attention_class: type[Attention]) -> None:
+    def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, attention_class) for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -192,14 +239,25 @@ class CausalLM(nn.Module):
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
+    # part of a parameter's name -> what checkpoints say instead
+    renamed: dict[str, str] = {}  # noqa: RUF012 - a constant of the class
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = DecoderStack(config, self.attention_class)
+        self.model = DecoderStack(config, map(self.make_layer, range(config.num_layers)))
         self.lm_head: nn.Module | None = None
         if config.has_own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def make_layer(self, layer: int) -> DecoderLayer:
+        """The decoder layer of that index, without weights."""
+        attention = self.attention_class(self.config, layer)
+        return DecoderLayer(self.config, attention, self.make_mlp(layer))
+
+    def make_mlp(self, layer: int) -> nn.Module:
+        """What the layer has behind its attention: maps [T, hidden] to [T, hidden]."""
+        return GatedMLP(self.config)
 
     @property
     def layers(self) -> Sequence[DecoderLayer]:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.checkpoint_header import first_dtype
+from compiled_engine.models.moe_config import MOE_FAMILIES
 from compiled_engine.models.quant_plan import HEAD, LinearScheme, QuantPlan
 
 Rules = tuple[tuple[tuple[str, ...], LinearScheme], ...]
@@ -64,12 +65,13 @@ class _Section:
                 self.refuse(field, f"is {value!r}; nobody knows here what it means")
 
 
-def read_quantization(values: dict[str, Any], folder: Path) -> QuantPlan | None:
+def read_quantization(values: dict[str, Any], folder: Path, family: str) -> QuantPlan | None:
     """The plan of a checkpoint; None if it is not quantised.
 
     Args:
         values: its `config.json`.
         folder: where ModelOpt's file may lie.
+        family: model type; one has experts in a format of its own.
 
     Raises:
         ConfigError: a method or an option that is not supported; names the field.
@@ -90,8 +92,14 @@ def read_quantization(values: dict[str, Any], folder: Path) -> QuantPlan | None:
     if raw is None:
         return None
     section = _Section(raw, "quantization_config")
+    if family == "gpt_oss" and section.values.get("quant_method") == "mxfp4":
+        section.only("quant_method modules_to_not_convert")
+        return None  # experts bring tensors of their own, and no linear layer is quantised
     method = section.one_of("quant_method", *_METHODS)
-    return _METHODS[method](section, folder)
+    plan = _METHODS[method](section, folder)
+    if family in MOE_FAMILIES and plan.scheme("model.layers.0.mlp.experts.0.up_proj"):
+        section.refuse("quant_method", f"is {method!r}, of experts too; experts are read plain")
+    return plan
 
 
 def _fp8(section: _Section, folder: Path) -> QuantPlan:
@@ -343,18 +351,11 @@ def _compressed_fp4(
     group.refuse("format", f"is {packing!r}; 4-bit floats are nvfp4- or mxfp4-pack-quantized")
 
 
-def _mxfp4(section: _Section, folder: Path) -> QuantPlan | None:
-    """Experts of gpt-oss: they bring their own tensors, no linear layer is quantised."""
-    section.only("quant_method modules_to_not_convert")
-    return None
-
-
-_METHODS: dict[str, Callable[[_Section, Path], QuantPlan | None]] = {
+_METHODS: dict[str, Callable[[_Section, Path], QuantPlan]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
-    "mxfp4": _mxfp4,
 }

@@ -15,8 +15,8 @@ from compiled_engine.models.layers import Attention, CausalLM, RMSNorm, Rotary
 class Qwen3Attention(Attention):
     """Attention whose queries and keys are normed head by head before rotation."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__(config, layer)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 

@@ -10,19 +10,22 @@ device, so that no second copy of the model ever exists: from the mapped file on
 from __future__ import annotations
 
 import hashlib
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from compiled_engine.errors import ConfigError
-from compiled_engine.models.config import ModelConfig, read_json
+from compiled_engine.models.checkpoint import (
+    FLOAT_DTYPES,
+    TensorInfo,
+    checkpoint_files,
+    list_names,
+    open_checkpoint,
+)
+from compiled_engine.models.config import ModelConfig
 from compiled_engine.models.kv_scales import fold_kv_scales, kv_scale_names
 from compiled_engine.models.layers import CausalLM
 from compiled_engine.models.quant_layouts import Expected
@@ -34,50 +37,21 @@ from compiled_engine.models.weight_stream import (
     split_ranges,
     stream_chunks,
 )
+from compiled_engine.models.weight_targets import (
+    Target,
+    checkpoint_targets,
+    parts_of,
+    plain_parameters,
+)
 
 # Called with (done bytes, total bytes, what is being read).
 ProgressCallback = Callable[[int, int, str], None]
 
 DUMMY_STD = 0.02
-_MAX_LISTED = 20
+# Random 4-bit floats have a deviation of 2.9; times 2^-7 that is 0.023.
+_DUMMY_EXPONENT = 127 - 7
 # Buffers that older checkpoints carry and that are computed here.
 _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
-_FLOAT_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-_DTYPES = _FLOAT_DTYPES | {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.uint8,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Header entry of one checkpoint tensor: shape, dtype (None if unknown), bytes in the file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Rows `[start, start + shape[0])` of one parameter that a checkpoint tensor fills."""
-
-    parameter: nn.Parameter
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def rows(self) -> Tensor:
-        return self.parameter[self.start : self.start + self.shape[0]]
 
 
 def build_model(
@@ -106,22 +80,30 @@ def outline_model(
         quantize_layers(model, config.quantization, partial(parts_of, model))
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if name not in getattr(module, "fixed_dtypes", ()):
-                setattr(module, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
+            made = parameter.to(_dtype_of(module, name, parameter, dtype))
+            setattr(module, name, nn.Parameter(made, requires_grad=False))
     return model
+
+
+def _dtype_of(
+    module: nn.Module, name: str, parameter: nn.Parameter, dtype: torch.dtype
+) -> torch.dtype:
+    """The dtype a parameter has in a model of `dtype`."""
+    is_fixed = name in getattr(module, "fixed_dtypes", ()) or not parameter.is_floating_point()
+    return parameter.dtype if is_fixed else dtype
 
 
 def materialize(model: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
     """Gives parameters that have no storage an uninitialised one, in place.
 
-    Modules that hold computed tensors recompute them in their `reset(device)`.
+    Those that are no floats, and those that a module lists in its `fixed_dtypes`, keep their
+    dtype. Modules that hold computed tensors recompute them in their `reset(device)`.
     """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                is_fixed = name in getattr(module, "fixed_dtypes", ())
-                own = parameter.dtype if is_fixed else dtype
-                storage = torch.empty(parameter.shape, dtype=own, device=device)
+                kind = _dtype_of(module, name, parameter, dtype)
+                storage = torch.empty(parameter.shape, dtype=kind, device=device)
                 setattr(module, name, nn.Parameter(storage, requires_grad=False))
             parameter.requires_grad_(False)
         reset = getattr(module, "reset", None)
@@ -158,12 +140,12 @@ def load_weights(
             missing, unexpected, of a wrong shape or no floating-point numbers; lists them all.
     """
     materialize(model, dtype=dtype, device=device)
-    files = _checkpoint_files(folder, allow_pickle=allow_pickle)
-    targets = _targets(model)
-    parts = _quant_parts(model)
+    files = checkpoint_files(folder, allow_pickle=allow_pickle)
     infos: dict[str, TensorInfo] = {}
     for path in files:
-        infos.update(_open_checkpoint(path).infos())
+        infos.update(open_checkpoint(path).infos())
+    targets = checkpoint_targets(model, infos)
+    parts = model_quant_parts(model)
     _check_tensors(folder, model, targets, parts, infos)
     sizes = {name: info.num_bytes for name, info in infos.items()}
     packed = [name for part in parts for name in part.expected() if name in infos]
@@ -181,17 +163,10 @@ def load_weights(
         copy = partial(_stream_files, files, infos, place)
     else:
         copy = partial(_copy_files, files)
-    copy({name: target.rows for name, target in targets.items()}, on_tensor)
-
-    def read(names: Sequence[str]) -> Mapping[str, Tensor]:
-        """The tensors as they are in the files, on the model's device."""
-        made = {
-            name: torch.empty(infos[name].shape, dtype=infos[name].dtype, device=place)
-            for name in names
-        }
-        copy(made, lambda name: None)
-        return made
-
+    copy({name: target.memory for name, target in targets.items()}, on_tensor)
+    for target in targets.values():
+        target.arrange()
+    read = partial(_read_tensors, copy, infos, place)
     fill_parts(parts, sizes, read, on_tensor)
     if folds_kv_scales:
         scales = kv_scale_names(infos)
@@ -199,16 +174,37 @@ def load_weights(
         fold_kv_scales(model, {key: float(values[name]) for key, name in scales.items()})
 
 
+def _read_tensors(
+    copy: Callable[[dict[str, Tensor], Callable[[str], None]], None],
+    infos: Mapping[str, TensorInfo],
+    device: torch.device,
+    names: Sequence[str],
+) -> Mapping[str, Tensor]:
+    """Tensors as they are in the files, on `device`."""
+    made = {
+        name: torch.empty(infos[name].shape, dtype=infos[name].dtype, device=device)
+        for name in names
+    }
+    copy(made, lambda name: None)
+    return made
+
+
+def model_quant_parts(model: CausalLM) -> list[QuantPart]:
+    """The checkpoint layers that fill the model's quantised layers."""
+    tied = "model.embed_tokens.weight" if model.config.tie_word_embeddings else ""
+    return quant_parts(model, partial(parts_of, model), tied)
+
+
 def _copy_files(
     files: list[Path], targets: dict[str, Tensor], on_tensor: Callable[[str], None]
 ) -> None:
     """Copies every tensor out of the mapped files."""
     for path in files:
-        checkpoint = _open_checkpoint(path)
+        checkpoint = open_checkpoint(path)
         for name in checkpoint.infos():
             if name in targets:
                 with torch.no_grad():
-                    targets[name].copy_(checkpoint.tensor(name))
+                    targets[name].copy_(checkpoint.tensor(name).view(targets[name].shape))
                 on_tensor(name)
 
 
@@ -243,102 +239,61 @@ def _stream_files(
 def init_dummy_weights(model: CausalLM, seed: int) -> None:
     """Fills every parameter with seeded random numbers on its own device, in place.
 
-    Matrices are normal with standard deviation 0.02, norm weights 1 and biases 0. Each parameter's
+    Matrices are normal with standard deviation 0.02, norm weights 1, biases and sinks 0. Packed
+    4-bit floats are random bytes, whose one scale gives them about that deviation. Each parameter's
     numbers depend on the seed and its name only: not on order, on threads or on other parameters.
     """
 
-    def normal(name: str, values: Tensor) -> Tensor:
+    def fill(name: str, values: Tensor) -> Tensor:
         digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(device=values.device)
         generator.manual_seed(int.from_bytes(digest, "little"))
-        return values.normal_(0.0, DUMMY_STD, generator=generator)
+        if values.is_floating_point():
+            return values.normal_(0.0, DUMMY_STD, generator=generator)
+        return values.random_(0, 256, generator=generator)
 
     dtype = model.model.norm.weight.dtype
     with torch.no_grad():
-        for name, parameter in _own_parameters(model):
-            if name.endswith(".bias"):
+        for name, parameter in plain_parameters(model):
+            if name.endswith(("bias", "sinks")):
                 parameter.zero_()
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
+            elif name.endswith("_scale"):
+                parameter.fill_(_DUMMY_EXPONENT)
             else:
-                normal(name, parameter)
+                fill(name, parameter)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
-                fill_random(module, partial(normal, f"{name}.weight"), dtype)
-
-
-def _own_parameters(model: CausalLM) -> Iterator[tuple[str, nn.Parameter]]:
-    """All parameters but those that `quant_weights` fills."""
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if not isinstance(module, QuantLinear) or name not in module.fixed_dtypes:
-                yield f"{path}.{name}", parameter
-
-
-def _targets(model: CausalLM) -> dict[str, _Target]:
-    """Checkpoint tensor name -> where it goes."""
-    targets: dict[str, _Target] = {}
-    for name, parameter in _own_parameters(model):
-        layer, _, kind = name.rpartition(".")
-        start = 0
-        for part, num_rows in parts_of(model, layer, parameter.shape[0]).items():
-            shape = (num_rows, *parameter.shape[1:])
-            targets[f"{part}.{kind}"] = _Target(parameter, start, shape)
-            start += num_rows
-        assert start == parameter.shape[0], (name, start, parameter.shape)
-    return targets
-
-
-def parts_of(model: CausalLM, layer: str, num_rows: int) -> dict[str, int]:
-    """Name and rows of each checkpoint layer that the model's `layer` holds, in order."""
-    path, _, last = layer.rpartition(".")
-    if last not in model.packed_modules:
-        return {layer: num_rows}
-    names = [f"{path}.{part}" for part in model.packed_modules[last]]
-    return dict(zip(names, _part_rows(model.config, last), strict=True))
-
-
-def _quant_parts(model: CausalLM) -> list[QuantPart]:
-    tied = "model.embed_tokens.weight" if model.config.tie_word_embeddings else ""
-    return quant_parts(model, partial(parts_of, model), tied)
-
-
-def _part_rows(config: ModelConfig, module: str) -> tuple[int, ...]:
-    """Rows of each part of a fused matrix."""
-    if module == "qkv_proj":
-        kv_size = config.num_kv_heads * config.head_dim
-        return (config.num_heads * config.head_dim, kv_size, kv_size)
-    if module == "gate_up_proj":
-        return (config.intermediate_size, config.intermediate_size)
-    raise AssertionError(f"no row counts are known for the fused module {module}")
+                fill_random(module, partial(fill, f"{name}.weight"), dtype)
 
 
 def _check_tensors(
     folder: Path,
     model: CausalLM,
-    targets: dict[str, _Target],
+    targets: dict[str, Target],
     parts: Sequence[QuantPart],
     infos: dict[str, TensorInfo],
 ) -> None:
+    floats = tuple(FLOAT_DTYPES.values())
     expected = {
-        name: Expected((target.shape,), tuple(_FLOAT_DTYPES.values()))
-        for name, target in targets.items()
+        name: Expected((t.shape,), floats if t.memory.is_floating_point() else (t.memory.dtype,))
+        for name, t in targets.items()
     }
-    unused = set().union(*(part.unused() for part in parts))
     for part in parts:
         expected |= {name: e for name, e in part.expected().items() if name not in targets}
     plan = model.config.quantization
     suffixes = (*_HARMLESS_SUFFIXES, *(plan.unused if plan else ()))
-    tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
-
-    def is_harmless(name: str) -> bool:
-        return name.endswith(suffixes) or name in tied or name in unused
-
+    harmless = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    harmless |= set().union(*(part.unused() for part in parts))
     missing = [n for n, wanted in expected.items() if n not in infos and not wanted.is_optional]
-    unexpected = [name for name in infos if name not in expected and not is_harmless(name)]
+    unexpected = [
+        name
+        for name in infos
+        if name not in expected and name not in harmless and not name.endswith(suffixes)
+    ]
     shapes: list[str] = []
-    dtypes: list[str] = []
-    wrong: list[str] = []
+    dtypes: dict[str, list[str]] = {}
     for name, wanted in expected.items():
         info = infos.get(name)
         if info is None:
@@ -350,16 +305,16 @@ def _check_tensors(
             allowed = " or ".join(str(list(shape)) for shape in wanted.shapes)
             shapes.append(f"{name} is {list(info.shape)}, not {allowed}{hint}")
         if info.dtype not in wanted.dtypes:
-            (dtypes if name in targets else wrong).append(name)
+            dtypes.setdefault(_dtype_problem(wanted), []).append(name)
     problems = {
         "missing": missing,
         "unexpected": unexpected,
         "of a wrong shape": shapes,
-        "not bfloat16, float16, float32 or float64": dtypes,
-        "of a dtype that the checkpoint's quantization_config does not mean": wrong,
+        **dtypes,
     }
     lines = [
-        f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what}: {_list(names)}"
+        f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what}: "
+        f"{list_names(names)}"
         for what, names in problems.items()
         if names
     ]
@@ -370,120 +325,10 @@ def _check_tensors(
         )
 
 
-def _list(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_LISTED])
-    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"
-
-
-def _checkpoint_files(folder: Path, *, allow_pickle: bool) -> list[Path]:
-    """The checkpoint's files in order: safetensors before pickles, an index before single files."""
-    files = _listed_files(folder, "model.safetensors") or sorted(folder.glob("*.safetensors"))
-    if len(files) > 1 and not (folder / "model.safetensors.index.json").exists():
-        raise ConfigError(
-            f"{folder} holds {len(files)} safetensors files and no model.safetensors.index.json "
-            "that says which belong to the model",
-            param="model",
-        )
-    if files:
-        return files
-    files = _listed_files(folder, "pytorch_model.bin")
-    if files and not allow_pickle:
-        raise ConfigError(
-            f"{folder} holds only pickled weights ({files[0].name}), which can run code while they "
-            "are read; convert them to safetensors, or pass --allow-pickle if you trust them",
-            param="allow_pickle",
-        )
-    if not files:
-        raise ConfigError(
-            f"{folder} holds no weights: expected model.safetensors or "
-            "model.safetensors.index.json; --load-format dummy makes random ones",
-            param="model",
-        )
-    return files
-
-
-def _listed_files(folder: Path, name: str) -> list[Path]:
-    """Files named by `<name>.index.json`, else the file `name`, else nothing."""
-    index_path = folder / f"{name}.index.json"
-    if not index_path.exists():
-        return [folder / name] if (folder / name).exists() else []
-    weight_map = read_json(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{index_path} has no weight_map", param="model")
-    names = sorted({str(value) for value in weight_map.values()})
-    outside = [value for value in names if Path(value).name != value]
-    if outside:
-        raise ConfigError(f"{index_path} names files outside the folder: {outside}", param="model")
-    absent = [value for value in names if not (folder / value).exists()]
-    if absent:
-        raise ConfigError(
-            f"{folder} lacks {len(absent)} of {len(names)} weight files: {_list(absent)}",
-            param="model",
-        )
-    return [folder / value for value in names]
-
-
-class _Checkpoint(Protocol):
-    def infos(self) -> dict[str, TensorInfo]: ...
-
-    def tensor(self, name: str) -> Tensor: ...
-
-
-class _SafetensorsFile:
-    """One mapped safetensors file; a tensor's pages are read when it is copied."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = safe_open(str(path), framework="pt", device="cpu")
-
-    def infos(self) -> dict[str, TensorInfo]:
-        infos = {}
-        for name in self._file.keys():  # noqa: SIM118 - not a dict
-            view = self._file.get_slice(name)
-            dtype = _DTYPES.get(view.get_dtype())
-            shape = tuple(view.get_shape())
-            infos[name] = TensorInfo(shape, dtype, _num_bytes(shape, dtype))
-        return infos
-
-    def tensor(self, name: str) -> Tensor:
-        tensor = self._file.get_tensor(name)
-        is_exponent = tensor.dtype == torch.float8_e8m0fnu
-        return tensor.view(torch.uint8) if is_exponent else tensor
-
-
-class _PickleFile:
-    """One `.bin` file, mapped, and restricted to tensors by torch's weights-only reader."""
-
-    def __init__(self, path: Path) -> None:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        self._tensors: dict[str, Tensor] = {
-            name: value for name, value in loaded.items() if isinstance(value, Tensor)
-        }
-
-    def infos(self) -> dict[str, TensorInfo]:
-        return {
-            name: TensorInfo(
-                tuple(tensor.shape),
-                tensor.dtype if tensor.dtype in _DTYPES.values() else None,
-                tensor.nbytes,
-            )
-            for name, tensor in self._tensors.items()
-        }
-
-    def tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype | None) -> int:
-    num_elements = 1
-    for size in shape:
-        num_elements *= size
-    return num_elements * (1 if dtype is None else dtype.itemsize)
-
-
-def _open_checkpoint(path: Path) -> _Checkpoint:
-    try:
-        if path.suffix == ".safetensors":
-            return _SafetensorsFile(path)
-        return _PickleFile(path)
-    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", param="model") from error
+def _dtype_problem(wanted: Expected) -> str:
+    """What a tensor is whose dtype is none of the expected ones."""
+    if wanted.dtypes == (torch.uint8,):
+        return "not packed into bytes"
+    if wanted.dtypes == tuple(FLOAT_DTYPES.values()):
+        return "not bfloat16, float16, float32 or float64"
+    return "of a dtype that the checkpoint's quantization_config does not mean"

@@ -15,7 +15,7 @@ result is rounded fewer times than the matched spelling's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +54,22 @@ def apply(graph: Graph) -> int:
     return matches
 
 
+def fuse_sums(graph: Graph) -> int:
+    """Only residuals, of products without a bias; returns how many became part of a product."""
+    matches = 0
+    for node in calls(graph, torch.ops.aten.mm.default):
+        product = _product(node)
+        if product is None or len(node.users) != 1:
+            continue
+        (user,) = node.users
+        residual = other_addend(user, node)
+        if residual is not None:
+            arguments = (product.x, product.weight, None, None, 0.0, residual, False)
+            _put(graph, user, arguments, node)
+            matches += 1
+    return matches
+
+
 def _product(node: Node) -> _Product | None:
     aten = torch.ops.aten
     if node.kwargs:
@@ -89,10 +105,15 @@ def _replace(graph: Graph, product: _Product) -> None:
         elif (added := other_addend(user, product.node)) is not None:
             output, residual = user, added
     arguments = (x, product.weight, product.bias, norm_weight, eps, residual, is_gated)
+    _put(graph, output, arguments, product.node)
+
+
+def _put(graph: Graph, output: Node, arguments: tuple[Any, ...], product: Node) -> None:
+    """Puts the op in the place of `output`, which reads `product` or is it."""
     with graph.inserting_before(output):
         fused = graph.call_function(torch.ops.ce.fused_linear.default, arguments)
     copy_meta(fused, output)
     output.replace_all_uses_with(fused)
     graph.erase_node(output)
-    if output is not product.node:
-        graph.erase_node(product.node)
+    if output is not product:
+        graph.erase_node(product)

@@ -21,14 +21,17 @@ from compiled_engine.custom_ops import (
     OpSpec,
     attention_choice,
     gemm,
+    moe_choice,
     quant,
     reference,
+    reference_moe,
     reference_quant,
 )
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import KernelRegistry
 from compiled_engine.errors import ConfigError
 from compiled_engine.passes import (
+    add_in_product,
     choose_kernels,
     decode_attention,
     fuse_add_rms_norm,
@@ -56,6 +59,7 @@ FUSIONS: tuple[ModuleType, ...] = (
     lower_quantized_linear,
     lower_scaled_linear,
     fuse_linear,
+    add_in_product,
     fuse_add_rms_norm,
     fuse_norm_quant,
     fuse_silu_quant,
@@ -73,7 +77,7 @@ class PieceTraits:
     Attributes:
         is_decode: every token may be taken as a sequence of its own (`decode_attention`).
         is_few: never more tokens than the kernels for few rows take (`fuse_linear`,
-            `lower_quantized_linear`).
+            `lower_quantized_linear`); the others take sums only (`add_in_product`).
     """
 
     is_decode: bool = False
@@ -85,6 +89,7 @@ class PieceTraits:
             decode_attention.NAME: self.is_decode,
             fuse_linear.NAME: self.is_few,
             lower_quantized_linear.NAME: self.is_few,
+            add_in_product.NAME: not self.is_few,
         }
         return tuple(name for name, is_kept in kept.items() if not is_kept)
 
@@ -183,11 +188,13 @@ def _fingerprint(order: tuple[str, ...], kept_ops: frozenset[str], registry: Ker
         reference,
         reference_quant,
         quant,
+        reference_moe,
         pattern,
         quant_pattern,
         choose_kernels,
         attention_choice,
         gemm,
+        moe_choice,
         *FUSIONS,
         *LATE_PASSES,
         inspect.getmodule(_fingerprint),

@@ -17,14 +17,30 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from perf import cpu_vs_peers, device_parity, gpu_step, op_bench, overload, server_overhead
+from perf import (
+    cpu_vs_peers,
+    device_parity,
+    gpu_models,
+    gpu_step,
+    op_bench,
+    overload,
+    server_overhead,
+)
 from perf.machine import commit, environment, idle_percent, machine_name
 from perf.report import compare_runs, report, show, write_markdown
 from perf.rows import ROOT, Outcome, Row, newest_run, read_expectations, read_rows, write_rows
 
 SCENARIOS: dict[str, Any] = {
     module.NAME: module
-    for module in (cpu_vs_peers, device_parity, gpu_step, op_bench, overload, server_overhead)
+    for module in (
+        cpu_vs_peers,
+        device_parity,
+        gpu_models,
+        gpu_step,
+        op_bench,
+        overload,
+        server_overhead,
+    )
 }
 
 
@@ -41,14 +57,14 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", allow_abbrev=False)
     run.add_argument("scenario", choices=SCENARIOS)
-    run.add_argument("--model", help="folder, GGUF file or id (default: the default model)")
+    run.add_argument("--model", help="folder, GGUF file or id, or shapes of gpu_models")
     run.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vLLM")
     run.add_argument("--num-repeats", type=int, metavar="N", help="turns that count")
     run.add_argument("--output-len", type=int, metavar="N", help="tokens an answer")
     run.add_argument(
         "--no-start", dest="with_start", action="store_false", help="leave the two starts out"
     )
-    run.add_argument("--only", metavar="PART,PART", help="parts of gpu_step or op_bench")
+    run.add_argument("--only", metavar="PART,PART", help="parts of a GPU scenario")
     run.add_argument("--commit", metavar="ID", help="where the files are no checkout of their own")
     commands.add_parser("check").add_argument("scenario", choices=SCENARIOS)
     compare = commands.add_parser("compare")

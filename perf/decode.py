@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -126,8 +126,16 @@ def measure_steady(driver: Driver, batch_size: int) -> Steady:
     return Steady((end_s - start_s) / num_steps, context)
 
 
-def measure_decode(driver: Driver, ceilings: Ceilings, num_repeats: int) -> Iterator[Measured]:
-    """Step times, alone and over the least time the device needs to read what a step must."""
+def measure_decode(
+    driver: Driver,
+    ceilings: Ceilings,
+    num_repeats: int,
+    floor_bytes: Callable[[float, int], float] = step_bytes,
+) -> Iterator[Measured]:
+    """Step times, alone and over the least time the device needs to read what a step must.
+
+    `floor_bytes` takes tokens of context, summed over the rows, and rows.
+    """
     for batch_size in BATCH_SIZES:
         measure_steady(driver, batch_size)
         runs = [measure_steady(driver, batch_size) for _ in range(num_repeats)]
@@ -137,7 +145,7 @@ def measure_decode(driver: Driver, ceilings: Ceilings, num_repeats: int) -> Iter
             batch=batch_size,
             values=[run.step_s * 1e3 for run in runs],
         )
-        floors = [step_bytes(run.context_tokens, batch_size) / ceilings.read for run in runs]
+        floors = [floor_bytes(run.context_tokens, batch_size) / ceilings.read for run in runs]
         yield Measured(
             metric="decode_step_over_floor",
             unit="ratio",

@@ -7,7 +7,7 @@ the last token that the caller sees, text included.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from compiled_engine import SamplingParams
@@ -21,12 +21,20 @@ E2E_BATCH, E2E_INPUT, E2E_OUTPUT = 32, 1024, 256
 AGENTIC_BATCH, AGENTIC_SHARED, AGENTIC_OWN, AGENTIC_OUTPUT = 64, 3000, 200, 100
 
 
-def measure_prefill(driver: Driver, ceilings: Ceilings, num_repeats: int) -> Iterator[Measured]:
-    """Eight prompts of 8192 tokens, first submit to the last prompt's only token."""
+def measure_prefill(
+    driver: Driver,
+    ceilings: Ceilings,
+    num_repeats: int,
+    flops: Callable[[list[int]], float] = prefill_flops,
+) -> Iterator[Measured]:
+    """Eight prompts of 8192 tokens, first submit to the last prompt's only token.
+
+    `flops` are the operations of prompts of such lengths.
+    """
     _prefill_s(driver)
     seconds = [_prefill_s(driver) for _ in range(num_repeats)]
     case = {"batch": len(PREFILL_LENS), "case": str(PREFILL_LENS[0])}
-    num_tokens, operations = sum(PREFILL_LENS), prefill_flops(PREFILL_LENS)
+    num_tokens, operations = sum(PREFILL_LENS), flops(PREFILL_LENS)
     yield Measured(
         metric="prefill_tok_s", unit="tokens/s", values=[num_tokens / s for s in seconds], **case
     )

@@ -1,17 +1,17 @@
 """The model of the GPU scenarios: the Qwen3-8B shape with random weights, and what it must cost.
 
-The folder needs no download: a config, and a tokenizer of the same size whose tokens are short byte
-strings, so that turning ids into text costs what it costs with the real one.
+Sizes by name, as the parts of one layer's time need them; what steps cost is counted by hand here,
+which a test compares with the model's own parameters.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from perf import model_shapes
 
 MODEL = "qwen3-8b"
 DTYPE = "bf16"
@@ -19,22 +19,7 @@ DTYPE_BYTES = 2
 HIDDEN, INNER, NUM_LAYERS, VOCAB_SIZE = 4096, 12288, 36, 151936
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": NUM_HEADS,
-    "num_key_value_heads": NUM_KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "vocab_size": VOCAB_SIZE,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+CONFIG: dict[str, Any] = model_shapes.QWEN3_8B.config
 # (outputs, inputs) of the four products of a layer
 LAYER_PRODUCTS = (
     ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN),
@@ -74,22 +59,7 @@ def attention_flops(prompt_len: int) -> float:
 
 def write_folder(folder: Path, **changes: Any) -> Path:
     """Writes config and tokenizer, without weights; returns the folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    spellings = (
-        "".join(letters)
-        for length in itertools.count(1)
-        for letters in itertools.product(alphabet, repeat=length)
-    )
-    vocabulary = {text: index for index, text in enumerate(itertools.islice(spellings, VOCAB_SIZE))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return model_shapes.write_folder(folder, CONFIG | changes)
 
 
 class Prompts:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from perf.machine import BUSY_BELOW_IDLE_PERCENT
-from perf.rows import Expectation, Row, newest_run, read_expectations, read_rows
+from perf.rows import MANY_MODELS, Expectation, Row, newest_run, read_expectations, read_rows
 
 HEADER = """\
 # Measurements
@@ -25,6 +25,7 @@ gave too little is void.
 |---|---|
 | `python -m perf run cpu_vs_peers` | the default model on a CPU, against transformers and vLLM |
 | `python -m perf run device_parity` | equal tokens eager, compiled and on the CPU |
+| `python -m perf run gpu_models --model gpt-oss-20b` | shapes with experts on a GPU, one or all |
 | `python -m perf run gpu_step` | an 8B shape on a GPU, all rows of a report in 8 minutes |
 | `python -m perf run gpu_step --only decode,itl` | parts of it |
 | `python -m perf run op_bench` | op families against their candidates and the device's ceilings |
@@ -113,8 +114,11 @@ def _section(
         verdict = "" if expected is None else expected.failure(row.value) or "ok"
         low, high = row.spread
         batch = "" if row.batch is None else row.batch
+        metric = row.metric
+        if row.scenario == MANY_MODELS and row.model:
+            metric = f"{metric} of {row.model} in {row.dtype}"
         yield (
-            f"| {row.metric} | {batch} | {row.case} | {row.value:.4g} | {low:.4g} to {high:.4g} "
+            f"| {metric} | {batch} | {row.case} | {row.value:.4g} | {low:.4g} to {high:.4g} "
             f"| {row.unit} | {expected or ''} | {verdict} |"
         )
     yield ""

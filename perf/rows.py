@@ -16,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 EXPECTED = ROOT / "expected.json"
+# The scenario whose runs have rows of several models, which alone tell them apart.
+MANY_MODELS = "gpu_models"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +57,14 @@ class Row:
     @property
     def key(self) -> str:
         """What the row is called in `expected.json`: `metric[batch=8,case=cold]`."""
-        return key_of(self.metric, self.batch, self.case)
+        model = f"{self.model},{self.dtype}" if self.scenario == MANY_MODELS else ""
+        return key_of(self.metric, self.batch, self.case, model)
 
 
-def key_of(metric: str, batch: int | None = None, case: str = "") -> str:
-    """The metric's name, with batch and case in brackets where there are any."""
-    parts = [f"batch={batch}"] if batch is not None else []
+def key_of(metric: str, batch: int | None = None, case: str = "", model: str = "") -> str:
+    """The metric's name, with model, batch and case in brackets where there are any."""
+    parts = [model] if model else []
+    parts += [f"batch={batch}"] if batch is not None else []
     parts += [f"case={case}"] if case else []
     return f"{metric}[{','.join(parts)}]" if parts else metric
 

@@ -181,6 +181,7 @@ class ServerState:
         return choose_format(
             tokenizer.chat_template_text,
             has_tools_branch="tools" in tokenizer.chat_template_variables,
+            is_harmony=tokenizer.is_harmony,
             tool_parser=self.config.tool_call_parser,
             reasoning_parser=self.config.reasoning_parser,
         )

@@ -36,6 +36,10 @@ MORE_PARAMETERS = {
     "custom_ops/rope_kv_triton.py:qk_norm_rope_kv_write": OP_SCHEMA,
     "custom_ops/sampling.py:sample_tokens_reference": OP_SCHEMA,
     "custom_ops/sampling.py:sample_rows_reference": OP_SCHEMA,
+    "custom_ops/reference_moe.py:route": OP_SCHEMA,
+    "custom_ops/reference_moe.py:experts": OP_SCHEMA,
+    "custom_ops/moe.py:_route_fake": OP_SCHEMA,
+    "custom_ops/moe.py:experts_cpu": OP_SCHEMA,
     "custom_ops/sampling_triton.py:sample_tokens": OP_SCHEMA,
     "custom_ops/sampling_triton.py:sample_rows": OP_SCHEMA,
 }

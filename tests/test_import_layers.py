@@ -63,6 +63,7 @@ LAYERS: tuple[Layer, ...] = (
         (
             "scheduler",
             "scheduler.*",
+            "layer_kinds",
             "layout",
             "kv_cache",
             "sampler",

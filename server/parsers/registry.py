@@ -227,19 +227,29 @@ class ChatFormat:
 
 
 def choose_format(
-    template: str, *, has_tools_branch: bool, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    template: str,
+    *,
+    has_tools_branch: bool,
+    is_harmony: bool = False,
+    tool_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
 ) -> ChatFormat:
     """The parsers for a model.
 
     Args:
         template: text of its chat templates.
         has_tools_branch: whether they read the variable `tools`.
+        is_harmony: whether its vocabulary has the markers of the Harmony form, which then is what
+            it writes, whatever its templates look like.
         tool_parser: a name, "auto" or "none".
         reasoning_parser: the same.
 
     Raises:
         ConfigError: a name that does not exist.
     """
+    if is_harmony:
+        tool_parser = GPT_OSS if tool_parser == AUTO else tool_parser
+        reasoning_parser = GPT_OSS if reasoning_parser == AUTO else reasoning_parser
     if tool_parser == AUTO:
         tool_parser = _tools_of_template(template, has_tools_branch=has_tools_branch)
     tool_parser = tool_parser_name(tool_parser)

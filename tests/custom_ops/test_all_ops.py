@@ -31,7 +31,7 @@ CASES = [
 
 # Kernels that keep in fp32 what the reference rounds: norm, product, gate and sum; probabilities.
 # The two may lie one rounding apart for each, and one for the result.
-LOOSER_ON_A_GPU = {"fused_linear": 5.0, "paged_attention": 2.0}
+LOOSER_ON_A_GPU = {"fused_linear": 5.0, "paged_attention": 2.0, "experts": 5.0}
 
 
 def examples(op: OpSpec, dtype: torch.dtype, device: str) -> list[tuple[Any, ...]]:

@@ -15,6 +15,7 @@ import torch
 
 from compiled_engine.custom_ops import gemm
 from compiled_engine.custom_ops.gemm_choice import pick_config
+from compiled_engine.custom_ops.gemm_library import has_cublaslt
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import Choice, Target
 from compiled_engine.custom_ops.toolchain import has_nvrtc
@@ -31,6 +32,7 @@ from tests.helpers.source_tree import ROOT
 
 A100, H200 = Target("cuda", 80), Target("cuda", 90)
 NAMES = ("qkv", "o", "gate_up", "down", "head")
+LIBRARIES = {"library", "cublaslt"}
 TRAITS = {**Product(6144, 4096, "n").traits(12), "is_hopper": 1}
 
 
@@ -46,25 +48,26 @@ def choice_of(product: Product, num_tokens: int, target: Target = H200, **change
 @pytest.mark.parametrize(
     ("num_tokens", "kernels"),
     [
-        (0, "library library library library library"),
+        (0, "library cublaslt library cublaslt library"),
         (1, "row row row row row"),
         (2, "mma mma mma mma tile"),
         (8, "mma mma mma mma tile"),
-        (9, "tile tile tile tile tile"),
-        (16, "tile tile tile tile tile"),
-        (17, "wide wide wide wide hopper"),
-        (32, "wide wide wide wide hopper"),
+        (9, "tile tile tile wide tile"),
+        (16, "tile tile tile wide tile"),
+        (17, "hopper tile wide wide hopper"),
+        (32, "hopper tile wide wide hopper"),
         (33, "library wide wide wide library"),
         (64, "library wide wide wide library"),
-        (65, "library library library library library"),
-        (129, "library library library library library"),
+        (65, "library cublaslt wide wide library"),
+        (128, "library cublaslt wide wide library"),
+        (129, "library cublaslt library cublaslt library"),
     ],
 )
 def test_choice_goes_by_tokens_and_shape(num_tokens: int, kernels: str):
     products = MODELS["Qwen3-8B"]
     assert [choice_of(p, num_tokens).candidate.name for p in products] == kernels.split()
-    older = "row" if num_tokens == 1 else "tile" if 0 < num_tokens <= 32 else "library"
-    assert {choice_of(p, num_tokens, A100).candidate.name for p in products} == {older}
+    older = {"row"} if num_tokens == 1 else {"tile"} if 0 < num_tokens <= 32 else LIBRARIES
+    assert {choice_of(p, num_tokens, A100).candidate.name for p in products} == older
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,7 @@ def test_choice_of_mma_leaves_the_others_behind():
         "tile": "ranks below mma",
         "hopper": "ranks below mma",
         "wide": "takes 9 to 128 tokens, not 4",
+        "cublaslt": "is for products that add a residual, without bias and gate",
         "library": "ranks below mma",
         "torch": "ranks below mma",
     }
@@ -137,21 +141,21 @@ def test_choice_of_mma_leaves_the_others_behind():
             "library",
         ),
         (
-            Product(24576, 4096, "ng"),
+            Product(4096, 4096, "r"),
             100,
             {},
-            "was measured no faster than others at 65 to 128 tokens, gated or more than 8192 rows",
-            "library",
+            "was measured no faster than others at 65 to 128 tokens, up to 4096 rows",
+            "cublaslt",
         ),
         (
             Product(576, 576, "r"),
             40,
             {},
             "leaves most of the device idle: 18 blocks, 32 are enough",
-            "library",
+            "cublaslt",
         ),
-        (Product(4096, 4096, "r"), 129, {}, "takes 9 to 128 tokens, not 129", "library"),
-        (Product(4096, 4096, "r"), 30, {"has_nvrtc": 0}, "needs the cuda-bindings package", "tile"),
+        (Product(4096, 4096, "r"), 129, {}, "takes 9 to 128 tokens, not 129", "cublaslt"),
+        (Product(4096, 9216, "r"), 30, {"has_nvrtc": 0}, "needs the cuda-bindings package", "tile"),
         (
             Product(4104, 4096, "g"),
             30,
@@ -248,16 +252,16 @@ def test_select_kernel_says_what_the_hopper_kernel_cannot_take(change: dict[str,
 def test_select_kernel_refuses_other_devices_dtypes_and_names():
     for target, dtype in ((Target("cuda", 75), torch.float16), (H200, torch.float32)):
         assert gemm.select_kernel("", target, dtype, TRAITS) == "torch"
-    with pytest.raises(
-        ValueError, match="no kernel fast; there are row, tile, mma, wide, hopper, library, torch"
-    ):
+    names = "row, tile, mma, wide, hopper, cublaslt, library, torch"
+    with pytest.raises(ValueError, match=f"no kernel fast; there are {names}"):
         gemm.select_kernel("fast", H200, torch.bfloat16, TRAITS)
 
 
 def test_traits_of_arguments_say_what_is_in_the_way():
     x, weight = torch.zeros(3, 32), torch.zeros(8, 32)
     plain = gemm.fused_linear_traits(x, weight, None, None, x[:, :8], is_gated=False)
-    assert plain == {**Product(8, 32, "").traits(3), "has_nvrtc": has_nvrtc()}
+    flags = {"has_nvrtc": has_nvrtc(), "has_cublaslt": has_cublaslt()}
+    assert plain == {**Product(8, 32, "r").traits(3), **flags}
     odd = gemm.fused_linear_traits(x.half(), weight.T.contiguous().T, None, None, x.T, True)
     assert odd["is_gated"]
     flags = ("has_one_dtype", "is_weight_contiguous", "is_last_dim_contiguous")
@@ -308,7 +312,7 @@ def test_chosen_sizes_are_right_for_other_models(model: str, num_tokens: int):
         traits = {**product.traits(num_tokens), **flags}
         for candidate in gemm.CANDIDATES:
             is_able = candidate.rejection(target, torch.bfloat16, traits) is None
-            if is_able and candidate.name not in ("library", "torch"):
+            if is_able and candidate.name not in (*LIBRARIES, "torch"):
                 check_case(product.case(num_tokens, candidate.name), "cuda")
 
 

@@ -17,7 +17,6 @@ from compiled_engine.custom_ops.gemm_mma import (
     SOURCE,
     Variant,
     mma_rejects,
-    num_clusters,
     variant_of,
     why_not_made,
 )
@@ -48,14 +47,13 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Call:
-    """Tokens, outputs, columns, parts (b, n, r, g), sizes and multiprocessors of one call."""
+    """Tokens, outputs, columns, parts (b, n, r, g), sizes and ."""
 
     num_tokens: int
     num_outputs: int
     size: int
     parts: str
     config: MmaConfig
-    num_processors: int = 132
     dtype: torch.dtype = torch.bfloat16
 
     def operands(self, device: str = "cpu") -> Operands:
@@ -70,34 +68,25 @@ CALLS = {
     "all-parts": Call(8, 90, 400, "bnr", MmaConfig(48, 128, 4, 3, 2)),
     "gated": Call(3, 37, 144, "bnrg", MmaConfig(32, 128, 4, 3, 3)),
     "gated-192": Call(9, 100, 208, "ng", MmaConfig(192, 64, 1, 3, 2)),
-    "tiles-in-turn": Call(17, 150, 272, "bnr", MmaConfig(32, 64, 2, 3, 3), 2),
-    "gated-in-turn": Call(8, 90, 144, "ng", MmaConfig(64, 64, 1, 4, 2), 1),
-    "cluster-2": Call(16, 70, 592, "nr", MmaConfig(64, 64, 2, 3, 3, cluster=2)),
-    "cluster-4": Call(31, 130, 400, "bnr", MmaConfig(128, 64, 1, 2, 2, cluster=4)),
-    "cluster-gated": Call(32, 60, 272, "bnrg", MmaConfig(96, 64, 2, 2, 2, cluster=4)),
-    "few-columns": Call(5, 33, 48, "n", MmaConfig(32, 128, 4, 3, 3, cluster=4)),
+    "odd-rows": Call(17, 150, 272, "bnr", MmaConfig(32, 64, 2, 3, 3)),
+    "gated-one-part": Call(8, 90, 144, "ng", MmaConfig(64, 64, 1, 4, 2)),
+    "few-columns": Call(5, 33, 48, "n", MmaConfig(32, 128, 4, 3, 3)),
     "fp16": Call(24, 50, 336, "br", MmaConfig(48, 256, 4, 2, 2), dtype=FP16),
-    "early": Call(2, 40, 976, "r", MmaConfig(32, 64, 2, 5, 3, 1, AT_ONCE)),
-    "block-a-tile": Call(7, 150, 1024, "bnr", MmaConfig(16, 256, 4, 2, 2, 1, AT_ONCE, 0, 3), 2),
-    "four-at-once": Call(8, 200, 960, "ng", MmaConfig(32, 128, 4, 3, 2, 1, 3, 4, 5), 2),
-    "staggered": Call(12, 90, 704, "nrg", MmaConfig(64, 64, 1, 3, 3, 1, 0, 1, 7), 2),
-    "staggered-cluster": Call(17, 70, 1000, "bn", MmaConfig(32, 128, 4, 2, 2, 4, 1, 0, 1)),
+    "early": Call(2, 40, 976, "r", MmaConfig(32, 64, 2, 5, 3, AT_ONCE)),
+    "all-at-once": Call(7, 150, 1024, "bnr", MmaConfig(16, 256, 4, 2, 2, AT_ONCE, 3)),
+    "gated-staggered": Call(8, 200, 960, "ng", MmaConfig(32, 128, 4, 3, 2, 3, 5)),
+    "staggered": Call(12, 90, 704, "nrg", MmaConfig(64, 64, 1, 3, 3, 0, 7)),
+    "staggered-by-one": Call(17, 70, 1000, "bn", MmaConfig(32, 128, 4, 2, 2, 1, 1)),
 }
 
 
-# Clusters come with the copy engine.
-EMULATED = [
-    pytest.param(call, has_bulk, id=f"{name}-{'bulk' if has_bulk else 'pieces'}")
-    for name, call in CALLS.items()
-    for has_bulk in ((True,) if call.config.cluster > 1 else (True, False))
-]
-
-
-@pytest.mark.parametrize(("call", "has_bulk"), EMULATED)
-def test_the_kernel_emulated(call: Call, has_bulk: bool):
+@pytest.mark.parametrize("has_bulk", [True, False], ids=["bulk", "pieces"])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_kernel_emulated(name: str, has_bulk: bool):
+    call = CALLS[name]
     operands = call.operands()
     results = [
-        run_emulated(operands, call.config, call.num_processors, order=order, has_bulk=has_bulk)
+        run_emulated(operands, call.config, order=order, has_bulk=has_bulk)
         for order in (0, 1, 7)  # of threads and copies
     ]
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -113,7 +102,7 @@ def test_what_lies_outside_of_x_and_the_weight_does_not_count():
     weight[:-1] = operands.weight
     framed = operands._replace(x=x[:-1, : call.size], weight=weight[:-1])
     for has_bulk in (True, False):
-        got = run_emulated(framed, call.config, 132, has_bulk=has_bulk)
+        got = run_emulated(framed, call.config, has_bulk=has_bulk)
         assert relative_error(got, exact_result(operands)) <= LIMITS[call.dtype]
 
 
@@ -152,7 +141,7 @@ def chosen(product: Product, num_tokens: int) -> Call:
 def test_chosen_sizes_emulated(product: Product, num_tokens: int):
     call = chosen(product, num_tokens)
     operands = call.operands()
-    got = run_emulated(operands, call.config, call.num_processors, order=num_tokens)
+    got = run_emulated(operands, call.config, order=num_tokens)
     assert relative_error(got, exact_result(operands)) <= limit(product)
 
 
@@ -164,7 +153,7 @@ def test_sizes_of_every_shape_emulated(shape: Shape, num_tokens: int):
     whole = chosen(Product(rows, size, parts), num_tokens)
     call = replace(whole, num_outputs=min(whole.num_outputs, 150), size=2832)
     operands = call.operands()
-    got = run_emulated(operands, call.config, call.num_processors)
+    got = run_emulated(operands, call.config)
     assert relative_error(got, exact_result(operands)) <= LIMITS[call.dtype]
 
 
@@ -174,25 +163,10 @@ def test_chosen_sizes_can_be_made(model: str, num_tokens: int):
     for product in MODELS[model]:
         call = chosen(product, num_tokens)
         assert why_not_made(call.config) is None, call
-        variant = variant_of(meta_operands(product, num_tokens), call.config, 132)
-        assert variant.is_single
+        variant = variant_of(meta_operands(product, num_tokens), call.config)
         if num_tokens <= 8:  # the next kernel has room beside it
             assert 2 * variant.shared_bytes <= MAX_SHARED_BYTES
         assert variant.shared_bytes <= MAX_SHARED_BYTES
-
-
-@pytest.mark.parametrize(
-    ("rows", "config", "num_processors", "clusters"),
-    [
-        (6144, MmaConfig(48, 128, 4, 2, 2), 132, 128),
-        (151936, MmaConfig(96, 64, 2, 2, 2), 132, 132),
-        (4096, MmaConfig(128, 64, 1, 2, 2, cluster=4), 132, 32),
-        (17, MmaConfig(16, 128, 4, 2, 2), 132, 2),
-        (1000, MmaConfig(16, 128, 4, 2, 2, cluster=2), 3, 1),
-    ],
-)
-def test_blocks_get_equal_numbers_of_tiles(rows, config, num_processors, clusters):
-    assert num_clusters(rows, config, num_processors) == clusters
 
 
 @pytest.mark.parametrize(
@@ -205,7 +179,6 @@ def test_blocks_get_equal_numbers_of_tiles(rows, config, num_processors, cluster
         ({"block": 64, "k_warps": 4}, "blocks in 4 parts of 32"),
         ({"x_stages": 1}, "2 <= x_stages <= stages"),
         ({"x_stages": 3}, "2 <= x_stages <= stages"),
-        ({"cluster": 3}, "clusters of 1, 2, 4 or 8"),
     ],
 )
 def test_sizes_that_cannot_be_made_say_why(change, reason):
@@ -246,7 +219,7 @@ def meta_operands(product: Product, num_tokens: int) -> Operands:
 def chosen_variants() -> tuple[Variant, ...]:
     """Of all models, for up to 8 tokens and for more."""
     found = {
-        variant_of(meta_operands(product, tokens), chosen(product, tokens).config, 132): None
+        variant_of(meta_operands(product, tokens), chosen(product, tokens).config): None
         for tokens in (8, 16, 32)
         for products in MODELS.values()
         for product in products
@@ -268,9 +241,9 @@ def test_chosen_kernels_compile_without_spills(is_half: bool):
 
 def test_kernels_for_older_chips_compile_without_spills():
     pytest.importorskip("cuda.bindings.nvrtc")
-    for name in ("all-parts", "gated-in-turn", "fp16"):
+    for name in ("all-parts", "gated-one-part", "fp16"):
         call = CALLS[name]
-        variant = variant_of(call.operands(), call.config, call.num_processors)
+        variant = variant_of(call.operands(), call.config)
         log = compile_source(SOURCE, "sm_80", variant.flags).log
         assert "0 bytes stack frame, 0 bytes spill stores" in log, log
 
@@ -280,8 +253,6 @@ def test_kernels_for_older_chips_compile_without_spills():
 @pytest.mark.parametrize("name", CALLS)
 def test_the_kernel_equals_the_reference(name: str):
     call = CALLS[name]
-    if call.config.cluster > 1 and torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("clusters need compute capability 9")
     operands = call.operands("cuda")
     for _ in range(2):
         got = launch("mma", operands, call.config)

@@ -19,7 +19,7 @@ from compiled_engine.custom_ops.gemm_wide import (
     SOURCE,
     Variant,
     make_scratch,
-    num_clusters,
+    num_blocks_of_threads,
     num_partials,
     padded_tokens,
     why_not_made,
@@ -44,12 +44,12 @@ CALLS = {
     "split": (Case(9, 96, 192, "r", WideConfig(1, 1, split=2)), 4, None),
     "two-warpgroups": (Case(27, 200, 136, "b", WideConfig(2, 1)), 3, 3),
     "split-in-turn": (Case(60, 320, 264, "br", WideConfig(1, 1, split=4)), 5, 3),
-    "cluster-gated": (Case(64, 104, 328, "bg", WideConfig(1, 1, share=2)), 4, 3),
+    "gated": (Case(64, 104, 328, "bg", WideConfig(1, 1)), 3, 3),
     "gated-split": (Case(33, 264, 584, "rg", WideConfig(3, 1, split=2)), 2, 4),
-    "cluster-split": (Case(17, 515, 400, "br", WideConfig(1, 2, split=2, share=2)), 4, 3),
-    "odd-parts": (Case(64, 136, 264, "br", WideConfig(1, 1, split=3, share=2)), 6, None),
+    "two-slabs": (Case(17, 515, 400, "br", WideConfig(1, 2, split=2)), 4, 3),
+    "odd-parts": (Case(64, 136, 264, "br", WideConfig(1, 1, split=3)), 6, None),
     "many-tokens": (Case(100, 136, 136, "", WideConfig(1, 2)), 4, 2),
-    "fp16": (Case(5, 72, 136, "b", WideConfig(1, 1), FP16), 3, 2),
+    "fp16": (Case(13, 72, 136, "b", WideConfig(1, 1), FP16), 3, 2),
 }
 
 
@@ -67,7 +67,7 @@ def test_the_kernel_emulated(name: str):
 
 def test_copies_may_arrive_in_any_order():
     """Three warpgroups and few stages: one that is ahead waits for what is not there yet."""
-    case = Case(8, 192, 2048, "", WideConfig(3, 1))
+    case = Case(9, 192, 2048, "", WideConfig(3, 1))
     operands = make_operands(case, "cpu")
     exact = exact_result(operands)
     for order in range(2, 14):
@@ -116,14 +116,14 @@ def test_chosen_sizes_of_small_weights_emulated(num_tokens: int):
         assert relative_error(got, exact_result(operands)) <= LIMITS[case.dtype] * 2
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize("num_tokens", [9, 16, 17, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize("model", MODELS)
 def test_chosen_sizes_can_be_made(model: str, num_tokens: int):
     tokens = padded_tokens(num_tokens)
     for product in (*MODELS[model], *SMALL):
         config = chosen(product, num_tokens).config
         assert isinstance(config, WideConfig)
-        assert why_not_made(config, tokens) is None, config
+        assert why_not_made(config) is None, config
         assert config.split <= -(-product.size // (64 * config.slabs))
         assert num_partials(product.rows, tokens, config) <= MAX_PARTIALS
         variant = Variant(config, tokens, "g" in product.parts, is_half=False)
@@ -132,23 +132,21 @@ def test_chosen_sizes_can_be_made(model: str, num_tokens: int):
 
 
 @pytest.mark.parametrize(
-    ("rows", "config", "num_processors", "clusters"),
+    ("rows", "config", "blocks"),
     [
-        (24576, WideConfig(3, 1), 132, 128),
-        (4096, WideConfig(2, 1, split=4), 132, 128),
-        (4096, WideConfig(2, 1, split=4, share=2), 132, 64),
-        (151936, WideConfig(2, 1), 132, 132),
-        (151936, WideConfig(2, 1, share=2), 132, 66),
-        (17, WideConfig(1, 1, split=3), 132, 3),
+        (24576, WideConfig(3, 1), 128),
+        (4096, WideConfig(2, 1, split=4), 128),
+        (151936, WideConfig(2, 1), 132),
+        (17, WideConfig(1, 1, split=3), 3),
     ],
 )
-def test_blocks_are_as_many_as_run_at_once(rows, config, num_processors, clusters):
-    assert num_clusters(rows, config, num_processors) == clusters
+def test_blocks_are_as_many_as_run_at_once(rows, config, blocks):
+    assert num_blocks_of_threads(rows, config, 132) == blocks
 
 
 def test_parts_of_a_tile_are_in_different_blocks():
     with pytest.raises(AssertionError):
-        num_clusters(4096, WideConfig(1, 1, split=4, share=2), 7)
+        num_blocks_of_threads(4096, WideConfig(1, 1, split=4), 3)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +155,12 @@ def test_parts_of_a_tile_are_in_different_blocks():
         ({"warpgroups": 5}, "1 to 4 warpgroups"),
         ({"slabs": 3}, "1 or 2 slabs"),
         ({"split": 0}, "at least one part"),
-        ({"share": 4}, "clusters of 1 or 2"),
     ],
 )
 def test_sizes_that_cannot_be_made_say_why(change, reason):
     fine = WideConfig(2, 1, split=4)
-    assert why_not_made(fine, 64) is None
-    assert why_not_made(replace(fine, **change), 64) == reason
-    assert why_not_made(replace(fine, share=2), 8) == "8 tokens in 2 parts of 8"
+    assert why_not_made(fine) is None
+    assert why_not_made(replace(fine, **change)) == reason
 
 
 @pytest.mark.parametrize(
@@ -198,10 +194,10 @@ def test_scratch_is_filled_with_what_no_sum_is():
 
 @functools.cache
 def chosen_variants() -> tuple[Variant, ...]:
-    """Of all models, for all padded numbers of tokens from 16 on."""
+    """Of all models, for all padded numbers of tokens."""
     found = {
         Variant(config, tokens, "g" in product.parts, is_half=False): None
-        for tokens in PADDED_TOKENS[1:]
+        for tokens in PADDED_TOKENS
         for products in MODELS.values()
         for product in products
         if isinstance(config := pick_config("wide", product.traits(tokens)), WideConfig)
@@ -209,7 +205,7 @@ def chosen_variants() -> tuple[Variant, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("tokens", PADDED_TOKENS[1:])
+@pytest.mark.parametrize("tokens", PADDED_TOKENS)
 def test_chosen_kernels_compile_without_spills(tokens: int):
     pytest.importorskip("cuda.bindings.nvrtc")
     wanted = [variant for variant in chosen_variants() if variant.tokens == tokens]

@@ -76,7 +76,7 @@ def test_answers_and_caches_equal_those_of_whole_layers(folder, monkeypatch):
     cut = narrow_engine(folder)
     got = run_requests(cut, prompts, stagger=2)
     whole = narrow_engine(folder)
-    monkeypatch.setattr(whole.loop.executor.pieces, "last_version", lambda _: None)
+    monkeypatch.setattr(whole.loop.executor.pieces, "last_version", lambda *_: None)
     assert got.tokens == run_requests(whole, prompts, stagger=2).tokens
     assert got.tokens == [reference_greedy(cut, p, 8) for p in prompts]
     for mine, others in zip(cut.loop.executor.caches, whole.loop.executor.caches, strict=True):
@@ -115,18 +115,18 @@ def test_layer_gives_the_rows_that_are_kept(folder, keep):
 @pytest.mark.parametrize("max_rows", [1, 2, 31, 32, 33, 64, 256])
 @pytest.mark.parametrize("max_tokens", [1, 2, 32, 33, 65, 300])
 def test_only_mixed_steps_with_more_tokens_than_rows_are_cut(max_tokens, max_rows, is_gpu):
-    versions = layer_versions(max_tokens, max_rows, is_gpu=is_gpu, has_last=True)
+    made = pieces.StepPieces.__new__(pieces.StepPieces)
+    made.versions = versions = layer_versions(max_tokens, max_rows, is_gpu=is_gpu, has_last=True)
     for size in range(1, max_tokens + 1):
-        fitting = [v for v in versions if v.low <= size <= v.high]
-        assert any(not v.is_last for v in fitting)
-        last = [v for v in fitting if v.is_last]
-        assert len(last) <= 1
-        if last:
-            # The work list of attention is one for all layers of a step.
-            assert size > max_rows
-            assert not any(v.is_decode for v in fitting)
-        else:
-            assert size <= max_rows or any(v.is_decode for v in fitting) or size == 1
+        for is_mixed in (True, False):
+            version = made.version(size, is_mixed=is_mixed)
+            last = made.last_version(version, size)
+            if last is not None:
+                # The work list of attention is one for all layers of a step.
+                assert size > max_rows
+                assert not version.is_decode
+            else:
+                assert size <= max_rows or version.is_decode or size == 1
     without = layer_versions(max_tokens, max_rows, is_gpu=is_gpu, has_last=False)
     assert without == tuple(v for v in versions if not v.is_last)
 

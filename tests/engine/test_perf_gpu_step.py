@@ -18,7 +18,7 @@ from compiled_engine.custom_ops import reference
 from compiled_engine.errors import InvalidRequestError
 from compiled_engine.models import ARCHITECTURES
 from compiled_engine.models.config import load_model_config
-from compiled_engine.models.weights import _targets
+from compiled_engine.models.weight_targets import checkpoint_targets
 from compiled_engine.request import Request, TokenEvent
 from compiled_engine.scheduler.inbox import InboxBuilder
 from compiled_engine.scheduler.state import SchedulerShape
@@ -166,7 +166,7 @@ def test_checkpoint_for_loading_fits_the_model(tmp_path: Path):
     config = load_model_config(tmp_path)
     with torch.device("meta"):
         model = ARCHITECTURES[config.architecture](config)
-    wanted = {name: target.shape for name, target in _targets(model).items()}
+    wanted = {name: target.shape for name, target in checkpoint_targets(model, ()).items()}
     shapes = loading.checkpoint_shapes(2)
     assert shapes == wanted
     shards = loading.split_shards(shapes, 3)

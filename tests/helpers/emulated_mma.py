@@ -13,7 +13,7 @@ from compiled_engine.custom_ops.gemm_mma import (
     SOURCE,
     MmaArgs,
     arguments,
-    num_clusters,
+    num_tiles,
     variant_of,
 )
 from compiled_engine.custom_ops.gemm_skinny import MmaConfig, Operands
@@ -21,18 +21,18 @@ from compiled_engine.custom_ops.tensor_maps import MAP_BYTES, Boxes
 from tests.helpers import cuda_emulator
 from tests.helpers.emulated_build import emulated_library
 
-MACHINE = ("emulated_matrix.h", "emulated_mma.h")
+MACHINE = ("emulated_matrix.h", "emulated_boxes.h", "emulated_mma.h")
 _CALL = f"""
 static void call(const void* args) {{ emulator::enter(); {KERNEL}(*(const MmaArgs*)args); }}
-extern "C" int emulate(const void* args, unsigned size, int clusters, unsigned order) {{
+extern "C" int emulate(const void* args, unsigned size, int blocks, unsigned order) {{
     if (size != sizeof(MmaArgs)) return emulator::wrong_size("MmaArgs", sizeof(MmaArgs), size);
-    return run_clusters(call, args, clusters, CLUSTER, THREADS, order);
+    return run_groups(call, args, blocks, 1, THREADS, order);
 }}
 """
 
 
 class EmulatedBoxes(ctypes.Structure):
-    """Mirror of `Boxes` in `emulated_mma.h`."""
+    """Mirror of `Boxes` in `emulated_boxes.h`."""
 
     _fields_: ClassVar = [
         ("address", ctypes.c_uint64),
@@ -59,12 +59,11 @@ def encode(boxes: Boxes) -> bytes:
 def run_emulated(
     operands: Operands,
     config: MmaConfig,
-    num_processors: int,
     *,
     order: int = cuda_emulator.ASCENDING,
     has_bulk: bool = True,
 ) -> Tensor:
-    """The result of the kernel on a GPU of so many multiprocessors, with or without bulk copies.
+    """The result of the kernel on a GPU with or without bulk copies.
 
     Raises:
         EmulatorError: threads wait for ever, or a block is reached after its end.
@@ -72,9 +71,9 @@ def run_emulated(
     x = operands.x
     out = torch.full((x.shape[0], operands.num_outputs), float("nan"), dtype=x.dtype)
     args = arguments(operands, out, config, encode)
-    clusters = num_clusters(operands.weight.shape[0], config, num_processors)
-    flags = (*variant_of(operands, config, num_processors).flags, f"-DHAS_BULK={int(has_bulk)}")
+    tiles = num_tiles(operands.weight.shape[0], config)
+    flags = (*variant_of(operands, config).flags, f"-DHAS_BULK={int(has_bulk)}")
     library = emulated_library(SOURCE, MACHINE, _CALL, flags)
-    if library.emulate(ctypes.byref(args), ctypes.sizeof(MmaArgs), clusters, order):
+    if library.emulate(ctypes.byref(args), ctypes.sizeof(MmaArgs), tiles, order):
         raise cuda_emulator.EmulatorError(library.emulator_message().decode())
     return out

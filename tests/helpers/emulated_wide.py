@@ -14,19 +14,19 @@ from compiled_engine.custom_ops.gemm_wide import (
     WideArgs,
     arguments,
     make_scratch,
-    num_clusters,
+    num_blocks_of_threads,
     variant_of,
 )
 from tests.helpers import cuda_emulator
 from tests.helpers.emulated_build import emulated_library
 from tests.helpers.emulated_mma import encode
 
-MACHINE = ("emulated_matrix.h", "emulated_wide.h")
+MACHINE = ("emulated_matrix.h", "emulated_boxes.h", "emulated_wide.h")
 _CALL = f"""
 static void call(const void* args) {{ emulator::enter(); {KERNEL}(*(const WideArgs*)args); }}
 extern "C" int emulate(const void* args, unsigned size, int blocks, unsigned order) {{
     if (size != sizeof(WideArgs)) return emulator::wrong_size("WideArgs", sizeof(WideArgs), size);
-    return run_clusters(call, args, 1, blocks, THREADS, order);
+    return run_groups(call, args, 1, blocks, THREADS, order);
 }}
 """
 
@@ -51,7 +51,7 @@ def run_emulated(
     flags = variant_of(operands, config).flags
     if stages is not None:
         flags = (*flags, "-USTAGES", f"-DSTAGES={stages}")
-    blocks = num_clusters(operands.weight.shape[0], config, num_processors) * config.share
+    blocks = num_blocks_of_threads(operands.weight.shape[0], config, num_processors)
     library = emulated_library(SOURCE, MACHINE, _CALL, flags)
     if library.emulate(ctypes.byref(args), ctypes.sizeof(WideArgs), blocks, order):
         raise cuda_emulator.EmulatorError(library.emulator_message().decode())

@@ -54,6 +54,7 @@ class ByteTokenizer:
     has_chat_template = True
     chat_template_text = ""
     chat_template_variables: frozenset[str] = frozenset({"messages"})
+    is_harmony = False
 
     def __init__(self, *, adds_bos: bool = False) -> None:
         self._adds_bos = adds_bos

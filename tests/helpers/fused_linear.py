@@ -75,12 +75,16 @@ class Product:
             "size": self.size,
             "is_gated": "g" in self.parts,
             "has_norm": "n" in self.parts,
+            "has_bias": "b" in self.parts,
+            "has_residual": "r" in self.parts,
+            "is_residual_aligned": 1,
             "has_one_dtype": 1,
             "is_weight_contiguous": 1,
             "is_last_dim_contiguous": 1,
             "is_aligned": 1,
             "is_hopper": 0,
             "has_nvrtc": 1,
+            "has_cublaslt": 1,
         }
 
     def case(self, num_tokens: int, kernel: str) -> Case:

@@ -55,7 +55,9 @@ def jobs_of(products: tuple[Product, ...]) -> list[Job]:
         for product in products:
             traits = {**product.traits(num_tokens), "is_hopper": 1}
             able = [c.name for c in gemm.CANDIDATES if c.rejects(traits) is None]
-            names = [name for name in able if name not in ("mma", "wide", "library", "torch")]
+            names = [
+                name for name in able if name not in ("mma", "wide", "cublaslt", "library", "torch")
+            ]
             found += [Job(name, num_tokens, product) for name in names]
     return found
 

@@ -24,18 +24,44 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_FAMILIES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+# family -> architecture, and the fields its config has more
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "num_hidden_layers": 3,
+        },
+    ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # A window above what a page holds and below the prompts' lengths; experts packed as published.
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "sliding_window": 11,
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "quantization_config": {"quant_method": "mxfp4"},
+        },
+    ),
 }
 
 
 def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
     """A `config.json` of 2 layers, hidden 64, 4 query and 2 KV heads of 16, vocabulary 320."""
-    architecture, model_type = _FAMILIES[family]
+    architecture, more = _FAMILIES[family]
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": model_type,
+        "model_type": family,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
@@ -53,6 +79,7 @@ def tiny_config(family: str = "llama", **overrides: Any) -> dict[str, Any]:
         "torch_dtype": "float32",
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **more,
     }
     unknown = set(overrides) - set(config) - {"rope_scaling", "rope_parameters", "sliding_window"}
     if unknown:
@@ -77,7 +104,7 @@ def tiny_weights(
     def norm(size: int) -> torch.Tensor:
         return (1 + 0.1 * torch.randn(size, generator=generator)).to(dtype)
 
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
     head_dim, vocab = config["head_dim"], config["vocab_size"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
@@ -89,9 +116,7 @@ def tiny_weights(
             "self_attn.k_proj": (kv_size, hidden, config["attention_bias"]),
             "self_attn.v_proj": (kv_size, hidden, config["attention_bias"]),
             "self_attn.o_proj": (hidden, q_size, config["attention_bias"]),
-            "mlp.gate_proj": (inner, hidden, config["mlp_bias"]),
-            "mlp.up_proj": (inner, hidden, config["mlp_bias"]),
-            "mlp.down_proj": (hidden, inner, config["mlp_bias"]),
+            **_mlp_linears(config, layer),
         }
         for name, (num_out, num_in, has_bias) in linears.items():
             weights[f"{prefix}{name}.weight"] = normal(num_out, num_in)
@@ -99,13 +124,55 @@ def tiny_weights(
                 weights[f"{prefix}{name}.bias"] = normal(num_out)
         weights[f"{prefix}input_layernorm.weight"] = norm(hidden)
         weights[f"{prefix}post_attention_layernorm.weight"] = norm(hidden)
-        if config["model_type"] == "qwen3":
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             weights[f"{prefix}self_attn.q_norm.weight"] = norm(head_dim)
             weights[f"{prefix}self_attn.k_norm.weight"] = norm(head_dim)
+        if config["model_type"] == "gpt_oss":
+            weights[f"{prefix}self_attn.sinks"] = normal(config["num_attention_heads"]) * 5
+            packed = _packed_experts(config, generator)
+            weights |= {f"{prefix}mlp.experts.{name}": value for name, value in packed.items()}
     weights["model.norm.weight"] = norm(hidden)
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = normal(vocab, hidden)
     return weights
+
+
+def _mlp_linears(config: dict[str, Any], layer: int) -> dict[str, tuple[int, int, bool]]:
+    """Name -> (outputs, inputs, has a bias) of what a layer has behind its attention."""
+    family, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    if family == "gpt_oss":
+        return {"mlp.router": (config["num_local_experts"], hidden, True)}
+    block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    prefixes, has_bias = [f"{block}."], config["mlp_bias"]
+    linears = {}
+    if family == "mixtral":
+        block, names = "block_sparse_moe", ("w1", "w3", "w2")
+    if family == "mixtral" or layer not in config.get("mlp_only_layers", [layer]):
+        num_experts = config.get("num_experts") or config["num_local_experts"]
+        inner = config.get("moe_intermediate_size", inner)
+        linears[f"{block}.gate"] = (num_experts, hidden, False)
+        prefixes = [f"{block}.experts.{expert}." for expert in range(num_experts)]
+        has_bias = False
+    gate, up, down = names
+    for prefix in prefixes:
+        linears[f"{prefix}{gate}"] = linears[f"{prefix}{up}"] = (inner, hidden, has_bias)
+        linears[f"{prefix}{down}"] = (hidden, inner, has_bias)
+    return linears
+
+
+def _packed_experts(config: dict[str, Any], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """gpt-oss: all experts of a layer in 4-bit floats, gate and up in turn."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    made = {}
+    for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        shape = (config["num_local_experts"], rows, columns // 32)
+        codes = torch.randint(0, 256, (*shape, 16), generator=generator)
+        made[f"{name}_blocks"] = codes.to(torch.uint8)
+        exponents = torch.randint(121, 125, shape, generator=generator)
+        made[f"{name}_scales"] = exponents.to(torch.uint8)
+        bias = torch.randn(shape[:2], generator=generator) * 0.2
+        made[f"{name}_bias"] = bias.to(getattr(torch, config["torch_dtype"]))
+    return made
 
 
 def write_tiny_tokenizer(folder: Path) -> None:
@@ -134,7 +201,7 @@ def write_tiny_model(
 
     Args:
         folder: made if missing.
-        family: "llama" or "qwen3".
+        family: "llama", "qwen3", "qwen3_moe", "mixtral" or "gpt_oss".
         seed: of the weights.
         std: standard deviation of the matrices.
         **overrides: fields of `config.json`, by their Hugging Face names.

@@ -14,9 +14,9 @@ from compiled_engine.errors import ConfigError
 from compiled_engine.models import ARCHITECTURES
 from compiled_engine.models.config import (
     SUPPORTED_ARCHITECTURES,
-    RopeScaling,
     load_model_config,
 )
+from compiled_engine.models.rope_config import RopeScaling
 from tests.helpers.tiny_model import tiny_config
 
 LLAMA3 = {
@@ -118,8 +118,8 @@ def test_load_model_config_reads_new_rope_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("architectures", ["GPT2LMHeadModel"], "LlamaForCausalLM, Qwen3ForCausalLM"),
-        ("rope_scaling", {"type": "yarn", "factor": 4.0}, "rope_type"),
+        ("architectures", ["GPT2LMHeadModel"], "LlamaForCausalLM, MixtralForCausalLM"),
+        ("rope_scaling", {"type": "dynamic", "factor": 4.0}, "rope_type"),
         ("rope_scaling", {"type": "linear"}, "factor"),
         ("rope_scaling", {"full_attention": {"rope_type": "default"}}, "one set"),
         ("rope_scaling", {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}, "above"),

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from compiled_engine.errors import ConfigError
 from compiled_engine.models import gguf as gguf_module
-from compiled_engine.models.config import RopeScaling, load_model_config
+from compiled_engine.models.config import load_model_config
 from compiled_engine.models.gguf import convert_gguf, llama3_factors
 from compiled_engine.models.gguf_tokenizer import write_tokenizer
+from compiled_engine.models.rope_config import RopeScaling
 from compiled_engine.models.source import DEFAULT_MODEL, resolve_model
 from compiled_engine.tokenizer import Tokenizer
 from tests.helpers.tiny_gguf import dequantized, write_tiny_gguf

@@ -26,9 +26,9 @@ def written_keys_and_values(model, monkeypatch) -> list[tuple[torch.Tensor, torc
     seen = []
     original = layers.attention
 
-    def attention(q, k, v, *rest):
+    def attention(q, k, v, *rest, **options):
         seen.append((k.clone(), v.clone()))
-        return original(q, k, v, *rest)
+        return original(q, k, v, *rest, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(layers, "attention", attention)

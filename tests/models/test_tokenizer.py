@@ -403,3 +403,18 @@ def test_offsets_of_special_tokens_take_no_room_where_they_are_skipped(byte_leve
     assert token_offsets(byte_level, ids, skip_special_tokens=False) == [0, 12, 12, 13, 23]
     text = "<|im_start|>é<|im_end|>x"
     assert byte_level.text_offsets(text) == [0, 12, 12, 13, 23]
+
+
+HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+
+
+@pytest.mark.parametrize("absent", [None, *HARMONY])
+def test_answers_and_calls_of_the_harmony_form_end_where_it_says(absent: str | None):
+    """Whatever generation_config.json holds; a message's end is none of the answer's."""
+    markers = [marker for marker in HARMONY if marker != absent]
+    backend = BackendTokenizer(models.BPE(vocab={"a": 0, "<|endoftext|>": 1}, merges=[]))
+    backend.add_special_tokens(["<|endoftext|>", *markers])
+    tokenizer = Tokenizer(backend, eos_token_ids=[1])
+    ids = [backend.token_to_id(marker) for marker in ("<|return|>", "<|call|>")]
+    assert tokenizer.is_harmony == (absent is None)
+    assert tokenizer.eos_token_ids == ((1, *ids) if absent is None else (1,))

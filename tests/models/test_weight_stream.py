@@ -123,7 +123,7 @@ def stream_model(
         ),
     )
     files = [folder / "model.safetensors"]
-    infos = weights_module._open_checkpoint(files[0]).infos()
+    infos = weights_module.open_checkpoint(files[0]).infos()
     names: list[str] = []
     load_weights(
         model,

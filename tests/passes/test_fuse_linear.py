@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.custom_ops import rms_norm, silu_and_mul
-from compiled_engine.passes import decode_attention, fuse_linear
+from compiled_engine.passes import add_in_product, decode_attention, fuse_linear
 
 BF16 = torch.bfloat16
 T, K, N = 5, 32, 24
@@ -44,14 +44,19 @@ def traced(function: Callable[..., Any], inputs: list[Tensor], device: str = "cu
 
 
 def rewritten(
-    function: Callable[..., Any], inputs: list[Tensor], *, expected: int, device: str = "cuda"
+    function: Callable[..., Any],
+    inputs: list[Tensor],
+    *,
+    expected: int,
+    device: str = "cuda",
+    apply: Callable[[Graph], int] = fuse_linear.apply,
 ) -> list[Node]:
     """Runs the pass, compares numbers, and returns the new op's nodes."""
     before = traced(function, inputs, device)
     after = copy.deepcopy(before)
     for old, new in zip(before.graph.nodes, after.graph.nodes, strict=True):
         new.meta = dict(old.meta)
-    assert fuse_linear.apply(after.graph) == expected
+    assert apply(after.graph) == expected
     after.graph.eliminate_dead_code()
     after.graph.lint()
     after.recompile()
@@ -162,3 +167,39 @@ def test_decode_attention_marks_every_call():
     calls = found(graph, torch.ops.ce.paged_attention.default)
     assert [node.kwargs for node in calls] == [{"is_decode": True}] * 2
     assert calls[1].args[11] == 7
+
+
+def sums(function: Callable[..., Any], inputs: list[Tensor], expected: int) -> list[Node]:
+    return rewritten(function, inputs, expected=expected, apply=add_in_product.apply)
+
+
+def test_add_in_product_takes_sums_and_leaves_norms_and_gates():
+    def function(
+        x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, head: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        hidden = silu_and_mul(product(rms_norm(x, norm, 1e-5), gate_up))
+        x = product(hidden, down) + x
+        return x, product(x, head)
+
+    inputs = tensors((T, K), (K,), (2 * N, K), (K, N), (40, K))
+    (node,) = sums(function, inputs, expected=1)
+    assert names(node) == ["silu_and_mul", "down_1", None, None, 0.0, "x_1", False]
+
+
+@pytest.mark.parametrize("what", ["bias", "read twice", "row", "other dtype", "scaled", "cpu"])
+def test_add_in_product_leaves_what_it_cannot_add(what: str):
+    def function(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor, row: Tensor) -> Any:
+        if what == "bias":
+            return residual + product(x, weight, bias)
+        y = product(x, weight)
+        if what == "read twice":
+            return residual + y, y
+        if what == "row":
+            return row + y
+        if what == "other dtype":
+            return residual.float() + y
+        return torch.add(residual, y, alpha=2) if what == "scaled" else residual + y
+
+    device = "cpu" if what == "cpu" else "cuda"
+    before = traced(function, tensors((T, K), (N, K), (T, N), (N,), (1, N)), device)
+    assert add_in_product.apply(before.graph) == 0

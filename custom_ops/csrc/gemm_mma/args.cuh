@@ -20,17 +20,11 @@
 #ifndef X_STAGES
 #define X_STAGES 8  // blocks of x that shared memory holds, at most STAGES
 #endif
-#ifndef CLUSTER
-#define CLUSTER 1  // blocks of threads that divide the columns of a tile
-#endif
 #ifndef RESIDENT
 #define RESIDENT 2  // blocks of threads a multiprocessor, for which registers are left
 #endif
 #ifndef WHOLE_SLABS
 #define WHOLE_SLABS 0  // whether columns are whole slabs, so that a box may have several of them
-#endif
-#ifndef IS_SINGLE
-#define IS_SINGLE 1  // whether no block of threads has more than one tile
 #endif
 #ifndef GATED
 #define GATED 0
@@ -61,16 +55,14 @@ constexpr i32 SCALES_PLACE = TOKENS * BLOCK * 2;   // in a block of x, of the no
 constexpr i32 X_BYTES = SCALES_PLACE + (HAS_NORM ? BLOCK * 2 : 0);
 constexpr i32 SUMS_BYTES = K_WARPS * TOKENS * PITCH * 4;
 constexpr i32 RING_BYTES = STAGES * W_BYTES + X_STAGES * X_BYTES;
-constexpr i32 SUMS_PLACE = IS_SINGLE ? 0 : RING_BYTES;
-constexpr i32 SQUARES_PLACE = IS_SINGLE ? RING_BYTES : RING_BYTES + SUMS_BYTES;
+constexpr i32 SQUARES_PLACE = RING_BYTES;
 constexpr i32 BARRIERS_PLACE = SQUARES_PLACE + K_WARPS * TOKENS * 4;
-constexpr i32 ITEMS = (TOKENS * OUTPUTS + CONSUMERS * CLUSTER - 1) / (CONSUMERS * CLUSTER);  // outputs of a thread
+constexpr i32 ITEMS = (TOKENS * OUTPUTS + CONSUMERS - 1) / CONSUMERS;  // outputs of a thread
 
 static_assert(WARPS % K_WARPS == 0 && ROWS % (16 * ROW_WARPS) == 0, "warps have whole groups of rows");
 static_assert(WARP_COLUMNS % 32 == 0 && BLOCK % SLAB == 0, "a warp's columns are whole pairs of steps");
 static_assert(X_STAGES <= STAGES, "a block of x is loaded after that of the weight");
-static_assert(!IS_SINGLE || RING_BYTES >= SUMS_BYTES, "sums fit into the rings");
-static_assert(CLUSTER == 1 || IS_SINGLE, "the loading warps do not take part in the barrier of a cluster");
+static_assert(RING_BYTES >= SUMS_BYTES, "sums fit into the rings");
 
 struct MmaArgs {
     TensorMap map;  // of the weight: boxes of [slabs, HALVES, OUTPUTS, SLAB]
@@ -85,36 +77,22 @@ struct MmaArgs {
     i32 num_tokens;
     i32 num_outputs;
     i32 size;
-    i32 num_tiles;
     i32 lead;     // blocks still to be asked for when the next kernel may start
     i32 stagger;  // blocks by which a tile begins after the tile before; the columns go round
     float eps;
-    i32 padding[9];
+    i32 padding[10];
 };
 
-// What a block of threads works on: `count` blocks of columns from `begin` on, of some tiles.
+// What a block of threads works on: the `count` blocks of columns of a tile, from block `first` on.
 struct Part {
-    i32 rank;              // in the cluster
-    i32 cluster, clusters;  // this one's number, and how many there are
-    i32 begin, count;
-    i32 num_tiles, stagger;
-
-    METHOD i32 tile(i32 i) const { return cluster + i * clusters; }
-    METHOD i32 first(i32 i) const { return (i64)tile(i) * stagger % max(count, 1); }  // block of a tile
-    METHOD i32 column(i32 block) const { return (begin + block) * BLOCK; }
-    METHOD i32 total() const { return num_tiles * count; }
+    i32 tile, count, first;
 };
 
 DEVICE Part part_of(const MmaArgs& args) {
     Part part;
-    i32 num_blocks = (args.size + BLOCK - 1) / BLOCK;
-    part.rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
-    part.cluster = blockIdx.x / CLUSTER;
-    part.clusters = gridDim.x / CLUSTER;
-    part.begin = part.rank * num_blocks / CLUSTER;
-    part.count = (part.rank + 1) * num_blocks / CLUSTER - part.begin;
-    part.num_tiles = (args.num_tiles - part.cluster + part.clusters - 1) / part.clusters;
-    part.stagger = args.stagger;
+    part.tile = blockIdx.x;
+    part.count = (args.size + BLOCK - 1) / BLOCK;
+    part.first = (i64)part.tile * args.stagger % part.count;
     return part;
 }
 
@@ -124,7 +102,7 @@ struct Shared {
 
     METHOD char* weights(i32 stage) const { return memory + stage * W_BYTES; }
     METHOD char* x(i32 stage) const { return memory + STAGES * W_BYTES + stage * X_BYTES; }
-    METHOD float* sums() const { return (float*)(memory + SUMS_PLACE); }        // [K_WARPS, TOKENS, PITCH]
+    METHOD float* sums() const { return (float*)memory; }  // in the rings: [K_WARPS, TOKENS, PITCH]
     METHOD float* squares() const { return (float*)(memory + SQUARES_PLACE); }  // [K_WARPS, TOKENS]
     METHOD u32 barrier(i32 i) const { return shared_address(memory + BARRIERS_PLACE + i * 8); }
     METHOD u32 weights_full(i32 stage) const { return barrier(stage); }

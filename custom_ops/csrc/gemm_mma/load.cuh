@@ -86,19 +86,18 @@ DEVICE void start_weights(const MmaArgs& args, char* target, u32 barrier, i32 ti
 #endif
 }
 
-// A position on the line of blocks: tile after tile.
+// A position on the round of a tile's blocks.
 struct Line {
-    i32 index, pass, step, block;
+    i32 index, block;
 
     METHOD void next(const Part& part) {
-        index++, step++, block++;
+        index++, block++;
         if (block == part.count) block = 0;
-        if (step == part.count) step = 0, pass++, block = part.first(pass);
     }
-    METHOD i32 column(const Part& part) const { return part.column(block); }
+    METHOD i32 column() const { return block * BLOCK; }
 };
 
-DEVICE Line start_of(const Part& part) { return {0, 0, 0, part.first(0)}; }
+DEVICE Line start_of(const Part& part) { return {0, part.first}; }
 
 // Loads the weight's blocks in turn.
 struct Weights {
@@ -108,12 +107,11 @@ struct Weights {
 
     METHOD void begin(const MmaArgs& args, const Part& part) {
         at = start_of(part);
-        trigger = part.total() - 1 - args.lead;
+        trigger = part.count - 1 - args.lead;
         if (trigger < 0) let_next_start();
     }
     METHOD void load(const MmaArgs& args, const Part& part, const Shared& shared) {
-        start_weights(args, shared.weights(turn.stage), shared.weights_full(turn.stage), part.tile(at.pass),
-                      at.column(part));
+        start_weights(args, shared.weights(turn.stage), shared.weights_full(turn.stage), part.tile, at.column());
         if (at.index == trigger) let_next_start();
         at.next(part);
         turn.next();
@@ -138,8 +136,8 @@ struct Tokens {
 #pragma unroll
         for (i32 slab = 0; slab < BLOCK / SLAB; slab++)
             copy_piecewise<TOKENS>(place + slab * TOKENS * 128, args.x, args.x_stride, args.num_tokens,
-                                   at.column(part) + slab * SLAB, args.size);
-        if (HAS_NORM) copy_scales(args, place + SCALES_PLACE, at.column(part));
+                                   at.column() + slab * SLAB, args.size);
+        if (HAS_NORM) copy_scales(args, place + SCALES_PLACE, at.column());
         arrive_after_copies(shared.x_full(turn.stage));
         at.next(part);
         turn.next();
@@ -148,7 +146,7 @@ struct Tokens {
 
 // The ring of the weight is filled before any other kernel is waited for.
 DEVICE void load_blocks(const MmaArgs& args, const Part& part, const Shared& shared) {
-    i32 total = part.total();
+    i32 total = part.count;
     Weights weights;
     weights.begin(args, part);
     while (weights.at.index < min(total, STAGES)) weights.load(args, part, shared);

@@ -1,5 +1,5 @@
-// What a product for few tokens needs of a Hopper chip: barriers in shared memory, maps of the tensor
-// memory accelerator, clusters. A test that runs the kernel on a CPU brings its own spelling of these.
+// What a product for few tokens needs of a Hopper chip: barriers in shared memory and maps of the tensor
+// memory accelerator. A test that runs the kernel on a CPU brings its own spelling of these.
 #pragma once
 #include "attention/device.cuh"
 
@@ -18,7 +18,7 @@ DEVICE void init_barrier(u32 barrier, i32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Makes barriers known to copies and to the other blocks of the cluster.
+// Makes barriers known to copies.
 DEVICE void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -31,13 +31,6 @@ DEVICE void expect_bytes(u32 barrier, i32 bytes) {
 
 DEVICE void arrive_barrier(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// The address in block `rank` of the cluster that corresponds to one of this block.
-DEVICE u32 remote_address(u32 address, i32 rank) {
-    u32 result;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
-    return result;
 }
 
 // Waits for the end of the phase of this parity.
@@ -56,10 +49,6 @@ DEVICE void wait_barrier(u32 barrier, u32 parity) {
 }
 
 DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
-
-// The barrier of all threads of a cluster, in two halves.
-DEVICE void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // A barrier of the first `count` threads of a block.
 DEVICE void sync_first(i32 count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }

@@ -11,59 +11,27 @@
 // enough that every multiprocessor gets its equal share of the weight in one stretch. One warp keeps a
 // ring of the weight's blocks full, and began to fill it before x was written, and one of blocks of x;
 // four multiply. With small tiles, several blocks of threads a multiprocessor, some load while others
-// begin or end, and the next kernel fills what place they leave. Where tiles have so few rows that x
-// would be read too often, the blocks of a cluster divide the columns of a larger tile and add up
-// through shared memory.
+// begin or end, and the next kernel fills what place they leave.
 #include "args.cuh"
 #include "load.cuh"
 #include "multiply.cuh"
 
-#ifndef CUDA_EMULATOR
-// A value in shared memory of block `rank` of the cluster.
-DEVICE float load_of_rank(const float* p, i32 rank) {
-    float value;
-#if __CUDA_ARCH__ >= 900
-    u32 address = remote_address(shared_address(p), rank);
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-#else
-    value = *p;
-#endif
-    return value;
-}
-
-DEVICE void sync_cluster() {
-#if __CUDA_ARCH__ >= 900
-    arrive_cluster();
-    wait_cluster();
-#endif
-}
-
-#if __CUDA_ARCH__ >= 900
-#define CLUSTERED __attribute__((cluster_dims(CLUSTER, 1, 1)))
-#endif
-#endif
-#ifndef CLUSTERED
-#define CLUSTERED
-#endif
-
 DEVICE float sum_of_parts(const float* first, i32 step) {
     float sum = 0.0f;
 #pragma unroll
-    for (i32 rank = 0; rank < CLUSTER; rank++)
-#pragma unroll
-        for (i32 k = 0; k < K_WARPS; k++) sum += CLUSTER == 1 ? first[k * step] : load_of_rank(first + k * step, rank);
+    for (i32 k = 0; k < K_WARPS; k++) sum += first[k * step];
     return sum;
 }
 
-// One of the outputs of a tile that a thread finishes.
+// One of the outputs of the tile that a thread finishes.
 struct Place {
     i32 token, inside, output;
     bool is_there;
 };
 
-DEVICE Place place_of(const MmaArgs& args, const Part& part, i32 tile, i32 item) {
+DEVICE Place place_of(const MmaArgs& args, i32 tile, i32 item) {
     Place at;
-    i32 number = (item * CLUSTER + part.rank) * CONSUMERS + threadIdx.x;
+    i32 number = item * CONSUMERS + threadIdx.x;
     at.token = number / OUTPUTS;
     at.inside = number % OUTPUTS;
     at.output = tile * OUTPUTS + at.inside;
@@ -80,11 +48,11 @@ struct Residual {
     static constexpr bool IS_AHEAD = HAS_RESIDUAL && ITEMS <= 8;
     u32 values[IS_AHEAD ? ITEMS : 1];
 
-    METHOD void load(const MmaArgs& args, const Part& part, i32 tile) {
+    METHOD void load(const MmaArgs& args, i32 tile) {
         if (IS_AHEAD)
 #pragma unroll
             for (i32 i = 0; i < ITEMS; i++) {
-                Place at = place_of(args, part, tile, i);
+                Place at = place_of(args, tile, i);
                 values[i] = at.is_there ? load_residual(args, at) : 0;
             }
     }
@@ -109,49 +77,40 @@ DEVICE void store_output(const MmaArgs& args, const Shared& shared, const Place&
     *(unsigned short*)(args.out + ((i64)at.token * args.num_outputs + at.output) * 2) = (unsigned short)pack(y, 0.0f);
 }
 
-DEVICE void finish_tile(
-    const MmaArgs& args, const Part& part, const Shared& shared, const Sums& sums, const Residual& residual, i32 tile) {
-    sync_first(CONSUMERS);  // the rings, or the tile before, have been read
+DEVICE void finish_tile(const MmaArgs& args, const Shared& shared, const Sums& sums, const Residual& residual, i32 tile) {
+    sync_first(CONSUMERS);  // the rings have been read
     share_sums(sums, shared);
-    __syncwarp();
-    if (CLUSTER > 1)
-        sync_cluster();
-    else
-        sync_first(CONSUMERS);
+    sync_first(CONSUMERS);
 #pragma unroll
     for (i32 i = 0; i < ITEMS; i++) {
-        Place at = place_of(args, part, tile, i);
+        Place at = place_of(args, tile, i);
         if (!at.is_there) continue;
         u32 added = residual.values[Residual::IS_AHEAD ? i : 0];
         if (HAS_RESIDUAL && !Residual::IS_AHEAD) added = load_residual(args, at);
         store_output(args, shared, at, added);
     }
-    __syncwarp();
-    if (CLUSTER > 1) sync_cluster();  // others have read what this block shared
 }
 
-DEVICE void multiply_tiles(const MmaArgs& args, const Part& part, const Shared& shared) {
+DEVICE void multiply_tile(const MmaArgs& args, const Part& part, const Shared& shared) {
     if (HAS_RESIDUAL) wait_for_earlier_kernels();
     Turn<STAGES> weights_turn;
     Turn<X_STAGES> x_turn;
-    for (i32 pass = 0; pass < part.num_tiles; pass++) {
-        Residual residual;
-        residual.load(args, part, part.tile(pass));
-        Sums sums;
-        sums.clear();
-        for (i32 block = 0; block < part.count; block++, weights_turn.next(), x_turn.next()) {
-            wait_at(shared.x_full(x_turn.stage), x_turn.parity);
-            wait_at(shared.weights_full(weights_turn.stage), weights_turn.parity);
-            multiply_block(sums, shared.weights(weights_turn.stage), shared.x(x_turn.stage));
-            __syncwarp();
-            if (lane_id() == 0) arrive_barrier(shared.read(weights_turn.stage));
-        }
-        finish_tile(args, part, shared, sums, residual, part.tile(pass));
+    Residual residual;
+    residual.load(args, part.tile);
+    Sums sums;
+    sums.clear();
+    for (i32 block = 0; block < part.count; block++, weights_turn.next(), x_turn.next()) {
+        wait_at(shared.x_full(x_turn.stage), x_turn.parity);
+        wait_at(shared.weights_full(weights_turn.stage), weights_turn.parity);
+        multiply_block(sums, shared.weights(weights_turn.stage), shared.x(x_turn.stage));
+        __syncwarp();
+        if (lane_id() == 0) arrive_barrier(shared.read(weights_turn.stage));
     }
+    finish_tile(args, shared, sums, residual, part.tile);
 }
 
-// Grid: clusters, at most as many as there are tiles.
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
+// Grid: the tiles.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     few_tokens_product(const __grid_constant__ MmaArgs args) {
     TILED_SHARED(memory);
     Shared shared = {memory};
@@ -164,7 +123,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
     }
     __syncthreads();
     if (warp_id() < WARPS)
-        multiply_tiles(args, part, shared);
+        multiply_tile(args, part, shared);
     else
         load_blocks(args, part, shared);
 }

@@ -6,7 +6,7 @@
 #define WARPGROUPS 2  // that multiply, each 64 rows of the weight
 #endif
 #ifndef TOKENS
-#define TOKENS 64  // padded: 8, 16, 32, 64, 96 or 128
+#define TOKENS 64  // padded: 16, 32, 64, 96 or 128
 #endif
 #ifndef SLABS
 #define SLABS 1  // of 64 columns, that are copied at a time
@@ -16,9 +16,6 @@
 #endif
 #ifndef SPLIT
 #define SPLIT 1  // blocks of threads that divide the columns of a tile
-#endif
-#ifndef SHARE
-#define SHARE 1  // blocks of threads of a cluster that have different tiles and get x together
 #endif
 #ifndef GATED
 #define GATED 0
@@ -39,12 +36,10 @@ constexpr i32 X_BYTES = TOKENS * BLOCK * 2;
 constexpr i32 BARRIERS_PLACE = STAGES * (W_BYTES + X_BYTES);
 constexpr u32 ABSENT = 0xffffffffu;          // no sum has these bits
 
-static_assert(TOKENS / SHARE % 8 == 0, "each block of a cluster copies groups of 8 tokens");
-
 // out = f(weight x^T + bias) + residual, of 16-bit floats like everything without a type.
 struct WideArgs {
     TensorMap weight;  // boxes of [ROWS, SLAB]; gated: of [ROWS / 16, 2, 8, SLAB]
-    TensorMap x;       // boxes of [TOKENS / SHARE, SLAB]
+    TensorMap x;       // boxes of [TOKENS, SLAB]
     const char* bias;  // or null
     const char* residual;  // [num_tokens, num_outputs], or null
     char* out;             // [num_tokens, num_outputs]
@@ -52,7 +47,7 @@ struct WideArgs {
     i64 residual_stride;   // in values
     i32 num_tokens, num_outputs;
     i32 num_blocks;  // of BLOCK columns, at least SPLIT
-    i32 num_groups;  // of SHARE tiles
+    i32 num_tiles;
     i32 is_paired;   // whether two neighbours of out and the residual may be accessed at once
 };
 
@@ -61,16 +56,14 @@ struct Unit {
     i32 tile, part, begin, count;
 
     METHOD Unit(const WideArgs& args, i32 i) {
-        i32 unit = blockIdx.x / SHARE + i * (gridDim.x / SHARE);
-        i32 group = unit / SPLIT;
-        tile = group * SHARE + blockIdx.x % SHARE, part = unit - group * SPLIT;
+        i32 unit = blockIdx.x + i * gridDim.x;
+        tile = unit / SPLIT, part = unit - tile * SPLIT;
         begin = part * args.num_blocks / SPLIT;
         count = (part + 1) * args.num_blocks / SPLIT - begin;
     }
 };
 DEVICE i32 num_units(const WideArgs& args) {
-    i32 clusters = gridDim.x / SHARE;
-    return (args.num_groups * SPLIT - (i32)blockIdx.x / SHARE + clusters - 1) / clusters;
+    return (args.num_tiles * SPLIT - (i32)blockIdx.x + (i32)gridDim.x - 1) / (i32)gridDim.x;
 }
 
 // Places in shared memory, as addresses of 32 bits.

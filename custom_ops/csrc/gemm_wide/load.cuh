@@ -22,25 +22,12 @@ DEVICE void copy_groups(u32 target, const TensorMap& map, u32 barrier, i32 colum
 }
 
 // Copies a box of x, which all blocks of threads read.
-DEVICE void copy_tokens(u32 target, const TensorMap& map, u32 barrier, i32 column, i32 token) {
+DEVICE void copy_tokens(u32 target, const TensorMap& map, u32 barrier, i32 column) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4}], [%2];" ::"r"(target),
-        "l"(&map), "r"(barrier), "r"(column), "r"(token)
+        "l"(&map), "r"(barrier), "r"(column), "r"(0)
         : "memory");
-}
-
-// The same, to the same place in all blocks of the cluster.
-DEVICE void copy_to_all(u32 target, const TensorMap& map, u32 barrier, i32 column, i32 token) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-        "l"(&map), "r"(barrier), "r"(column), "r"(token), "h"((unsigned short)((1 << SHARE) - 1))
-        : "memory");
-}
-
-DEVICE void arrive_remote(u32 barrier, i32 rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank)) : "memory");
 }
 
 // Ordinary stores to global memory before it are seen by copies after it.
@@ -50,7 +37,7 @@ DEVICE void order_copies() { asm volatile("fence.proxy.async.global;" ::: "memor
 DEVICE void make_barriers(const Shared& shared) {
     for (i32 stage = 0; stage < STAGES; stage++) {
         init_barrier(shared.full(stage), 2);
-        init_barrier(shared.empty(stage), WARPS * SHARE);
+        init_barrier(shared.empty(stage), WARPS);
     }
     publish_barriers();
 }
@@ -68,18 +55,14 @@ DEVICE void copy_weight(const WideArgs& args, const Shared& shared, i32 tile, i3
     }
 }
 
-// Copies x; in a cluster, each block of threads copies some tokens to all of them.
+// Copies a block of columns of all tokens.
 DEVICE void copy_x(const WideArgs& args, const Shared& shared, i32 block, i32 stage) {
-    constexpr i32 tokens = TOKENS / SHARE;
-    i32 token = blockIdx.x % SHARE * tokens;
     u32 barrier = shared.full(stage);
     expect_bytes(barrier, X_BYTES);
 #pragma unroll
     for (i32 slab = 0; slab < SLABS; slab++) {
         i32 column = block * BLOCK + slab * SLAB;
-        u32 place = shared.x(stage) + (slab * TOKENS + token) * (SLAB * 2);
-        if (SHARE == 1) copy_tokens(place, args.x, barrier, column, token);
-        else copy_to_all(place, args.x, barrier, column, token);
+        copy_tokens(shared.x(stage) + slab * TOKENS * (SLAB * 2), args.x, barrier, column);
     }
 }
 

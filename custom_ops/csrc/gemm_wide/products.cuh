@@ -30,15 +30,6 @@ DEVICE void settle(float& sum) { asm volatile("" : "+f"(sum)::"memory"); }
 
 // sums [64 rows, N tokens] += a [64, 16] b [N, 16]^T; the first product of a sum does not add. A thread holds values 4 j to 4 j + 3 of tokens
 // 8 j + 2 * (lane % 4) and the next one, in rows 16 * warp + lane / 4 and 8 further.
-DEVICE void add_product(float (&c)[4], u64 a, u64 b, i32 adds) {
-    asm volatile(
-        "{\n.reg .pred adds;\nsetp.ne.b32 adds, %6, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16" OPERANDS
-        "{%0, %1, %2, %3}, "
-        "%4, %5, adds, 1, 1, 0, 0;\n}"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "l"(a), "l"(b), "r"(adds));
-}
 DEVICE void add_product(float (&c)[8], u64 a, u64 b, i32 adds) {
     asm volatile(
         "{\n.reg .pred adds;\nsetp.ne.b32 adds, %10, 0;\n"

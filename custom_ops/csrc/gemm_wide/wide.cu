@@ -8,9 +8,6 @@
 // stage in turn: one that skipped a stage's use could take the phase before the last for the last one,
 // as they have one parity.
 //
-// All blocks of threads read all of x. The SHARE blocks of a cluster have different tiles of the same
-// columns: each copies a part of the tokens to all of them.
-//
 // Where rows are few, SPLIT blocks divide the columns of a tile. Each leaves its sums in global memory,
 // where nothing but ABSENT has been, and adds the others' for its part of the tokens, in the same order
 // whoever comes first.
@@ -20,12 +17,6 @@
 #include "finish.cuh"
 #include "load.cuh"
 #include "products.cuh"
-
-#if SHARE > 1
-#define CLUSTER_SHAPE __cluster_dims__(SHARE, 1, 1)
-#else
-#define CLUSTER_SHAPE
-#endif
 
 #ifndef CUDA_EMULATOR
 // Between two looks at what others write; ends a kernel that looks for ever.
@@ -52,11 +43,7 @@ struct Sums {
 };
 
 DEVICE void release(const Shared& shared, i32 stage) {
-    if (SHARE == 1) {
-        if (lane_id() == 0) arrive_barrier(shared.empty(stage));
-    } else if (lane_id() < SHARE) {
-        arrive_remote(shared.empty(stage), lane_id());
-    }
+    if (lane_id() == 0) arrive_barrier(shared.empty(stage));
     __syncwarp();
 }
 
@@ -178,41 +165,24 @@ DEVICE void multiply_all(const WideArgs& args, const Shared& shared) {
     }
 }
 
-// Everybody can use the barriers afterwards, in the whole cluster.
-DEVICE void meet() {
-    if (SHARE == 1) {
-        __syncthreads();
-    } else {
-        arrive_cluster();
-        wait_cluster();
-    }
-}
-
-// Grid: as many clusters as run at once, or as there are units; at least SPLIT.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_SHAPE wide_product(const __grid_constant__ WideArgs args) {
+// Grid: as many blocks as run at once, or as there are units; at least SPLIT.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_product(const __grid_constant__ WideArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(CUDA_EMULATOR)
     TILED_SHARED(memory);
     Shared shared = {shared_address(memory)};
-    if (__shfl_sync(FULL, (i32)threadIdx.x / 32, 0) == WARPS) {
-        bool is_one = lane_id() == 0;
-        i32 total = total_blocks(args);
-        if (is_one) {
-            make_barriers(shared);
-            load_first(args, shared, total);
-        }
-        __syncwarp();
-        meet();
-        wait_for_earlier_kernels();
-        if (is_one) {
-            order_copies();
-            load_all(args, shared, total);
-        }
-        __syncwarp();
-    } else {
-        meet();
-        wait_for_earlier_kernels();
+    bool is_loading = threadIdx.x == CONSUMERS;
+    i32 total = total_blocks(args);
+    if (is_loading) {
+        make_barriers(shared);
+        load_first(args, shared, total);
+    }
+    __syncthreads();
+    wait_for_earlier_kernels();
+    if (is_loading) {
+        order_copies();
+        load_all(args, shared, total);
+    } else if (threadIdx.x < CONSUMERS) {
         multiply_all(args, shared);
     }
-    if (SHARE > 1) meet();  // a block's memory is there as long as others may reach it
 #endif
 }

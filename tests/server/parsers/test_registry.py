@@ -43,6 +43,19 @@ def test_template_without_tools_gets_the_hermes_form():
     assert (found.tools.name, found.reasoning, found.has_tools_branch) == ("hermes", None, False)
 
 
+@pytest.mark.parametrize("template", ["", "<tool_call> <think>", "<|channel|> <|message|>"])
+def test_a_vocabulary_of_the_harmony_form_decides_before_the_template(template):
+    found = choose_format(template, has_tools_branch=True, is_harmony=True)
+    assert found.uses_channels
+    assert found.tools is not None
+    assert found.reasoning is not None
+    assert (found.tools.name, found.reasoning.name) == ("gpt_oss", "gpt_oss")
+    options = {"tool_parser": "hermes", "reasoning_parser": "none"}
+    asked = choose_format(template, has_tools_branch=True, is_harmony=True, **options)
+    assert asked.tools is not None
+    assert (asked.tools.name, asked.reasoning) == ("hermes", None)
+
+
 def test_names_aliases_and_none():
     options = {"tool_parser": "qwen", "reasoning_parser": "passthrough"}
     found = choose_format("<|channel|>", has_tools_branch=True, **options)

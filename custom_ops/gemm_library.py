@@ -1,0 +1,221 @@
+"""A matrix product of the library that adds a residual as it writes: `residual + x @ weight.T`.
+
+`torch.addmm` copies the residual to the result first and lets the library add to that copy. The
+library itself reads the addend from where it is, so it is called directly: one pass over memory
+less. Which of its kernels runs is its own choice, made once a shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# What the library may use beside the operands, bytes; its kernels that split the columns need it.
+WORKSPACE_BYTES = 32 * 1024**2
+# Shapes whose kernel is remembered: sizes of a captured step, and of prompts in parts.
+MAX_PLANS = 4096
+
+_CUDA_DTYPES = {torch.bfloat16: 14, torch.float16: 2}
+_FLOAT32 = 0
+_COMPUTE_FLOAT32 = 68
+_TRANSPOSE_A = 3
+_MAX_WORKSPACE = 1
+# The library expects 256 bytes unless it is told.
+_MIN_ALIGNMENTS = (5, 6, 7, 8)
+ALIGNMENT_BYTES = 16
+_TRANSPOSED = 1
+
+
+class _Algorithm(ctypes.Structure):
+    """One kernel of the library with its settings, opaque."""
+
+    _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+class _Heuristic(ctypes.Structure):
+    """A kernel that the library proposes."""
+
+    _fields_ = (
+        ("algorithm", _Algorithm),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class _Shape(NamedTuple):
+    """What a plan is made for: sizes, strides of rows in values, dtype, index of the device."""
+
+    num_tokens: int
+    rows: int
+    size: int
+    x_stride: int
+    residual_stride: int
+    dtype: torch.dtype
+    device: int
+
+
+class _Plan(NamedTuple):
+    """Descriptors of a product of one shape, and the kernel; both live as long as the process."""
+
+    product: ctypes.c_void_p
+    weight: ctypes.c_void_p
+    x: ctypes.c_void_p
+    residual: ctypes.c_void_p
+    out: ctypes.c_void_p
+    algorithm: _Algorithm
+
+
+@functools.cache
+def has_cublaslt() -> bool:
+    """Whether the library can be called directly: torch is for CUDA and the library is found."""
+    if torch.version.cuda is None:
+        return False
+    try:
+        _library()
+    except OSError:
+        return False
+    return True
+
+
+def add_product(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """`residual + x @ weight.T`, the sum rounded once.
+
+    Args:
+        residual: [T, n] bf16 or fp16 on a GPU, last dim contiguous; as all of them, with rows at
+            multiples of `ALIGNMENT_BYTES`.
+        x: [T, k] of the same dtype, last dim contiguous.
+        weight: [n, k] of the same dtype, contiguous.
+
+    Returns:
+        [T, n], contiguous.
+
+    Raises:
+        RuntimeError: the library has no kernel for the shape, or fails.
+    """
+    num_tokens, size = x.shape
+    out = x.new_empty(num_tokens, weight.shape[0])
+    if num_tokens == 0:
+        return out
+    device = x.device.index
+    shape = _Shape(
+        num_tokens, weight.shape[0], size, x.stride(0), residual.stride(0), x.dtype, device
+    )
+    plan = _plan(shape)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
+    one = ctypes.c_float(1.0)
+    status = _library().cublasLtMatmul(
+        _handle(device),
+        plan.product,
+        ctypes.byref(one),
+        ctypes.c_void_p(weight.data_ptr()),
+        plan.weight,
+        ctypes.c_void_p(x.data_ptr()),
+        plan.x,
+        ctypes.byref(one),
+        ctypes.c_void_p(residual.data_ptr()),
+        plan.residual,
+        ctypes.c_void_p(out.data_ptr()),
+        plan.out,
+        ctypes.byref(plan.algorithm),
+        ctypes.c_void_p(workspace.data_ptr()),
+        ctypes.c_size_t(WORKSPACE_BYTES),
+        ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+    )
+    _check(status, "cublasLtMatmul")
+    return out
+
+
+@functools.cache
+def _library() -> Any:
+    assert torch.version.cuda is not None
+    major = torch.version.cuda.split(".")[0]
+    library = ctypes.CDLL(f"libcublasLt.so.{major}")
+    library.cublasLtMatmul.restype = ctypes.c_int
+    return library
+
+
+@functools.cache
+def _handle(device: int) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _check(_library().cublasLtCreate(ctypes.byref(handle)), "cublasLtCreate")
+    return handle
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        raise RuntimeError(f"{what} failed with status {status}")
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)
+def _plan(shape: _Shape) -> _Plan:
+    """The library sees matrices by columns: `out.T = weight @ x.T + residual.T`."""
+    library = _library()
+    product = ctypes.c_void_p()
+    status = library.cublasLtMatmulDescCreate(ctypes.byref(product), _COMPUTE_FLOAT32, _FLOAT32)
+    _check(status, "cublasLtMatmulDescCreate")
+    transposed = ctypes.c_int32(_TRANSPOSED)
+    status = library.cublasLtMatmulDescSetAttribute(
+        product, _TRANSPOSE_A, ctypes.byref(transposed), ctypes.c_size_t(4)
+    )
+    _check(status, "cublasLtMatmulDescSetAttribute")
+    weight = _layout(shape, shape.size, shape.rows, shape.size)
+    x = _layout(shape, shape.size, shape.num_tokens, shape.x_stride)
+    residual = _layout(shape, shape.rows, shape.num_tokens, shape.residual_stride)
+    out = _layout(shape, shape.rows, shape.num_tokens, shape.rows)
+    found = proposals(shape.device, product, (weight, x, residual, out), 1)
+    if not found:
+        raise RuntimeError(f"the library has no kernel for {shape}")
+    return _Plan(product, weight, x, residual, out, found[0])
+
+
+def _layout(shape: _Shape, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
+    layout = ctypes.c_void_p()
+    # The stride of a lone column is never used, but must be possible.
+    status = _library().cublasLtMatrixLayoutCreate(
+        ctypes.byref(layout),
+        _CUDA_DTYPES[shape.dtype],
+        ctypes.c_uint64(rows),
+        ctypes.c_uint64(columns),
+        ctypes.c_int64(max(stride, rows)),
+    )
+    _check(status, "cublasLtMatrixLayoutCreate")
+    return layout
+
+
+def proposals(
+    device: int,
+    product: ctypes.c_void_p,
+    layouts: tuple[ctypes.c_void_p, ...],
+    count: int,
+) -> list[_Algorithm]:
+    """Up to `count` kernels that the library proposes, the one it expects to be fastest first."""
+    library = _library()
+    preference = ctypes.c_void_p()
+    _check(
+        library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)),
+        "cublasLtMatmulPreferenceCreate",
+    )
+    limit, alignment = ctypes.c_uint64(WORKSPACE_BYTES), ctypes.c_uint32(ALIGNMENT_BYTES)
+    settings: list[tuple[int, Any]] = [(_MAX_WORKSPACE, limit)]
+    settings += [(name, alignment) for name in _MIN_ALIGNMENTS]
+    for name, value in settings:
+        status = library.cublasLtMatmulPreferenceSetAttribute(
+            preference, name, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
+        )
+        _check(status, "cublasLtMatmulPreferenceSetAttribute")
+    found = (_Heuristic * count)()
+    num_found = ctypes.c_int()
+    status = library.cublasLtMatmulAlgoGetHeuristic(
+        _handle(device), product, *layouts, preference, count, found, ctypes.byref(num_found)
+    )
+    library.cublasLtMatmulPreferenceDestroy(preference)
+    if status != 0:
+        return []
+    return [item.algorithm for item in found[: num_found.value] if item.state == 0]

@@ -1,0 +1,191 @@
+"""Plain PyTorch bodies of the ops of mixtures of experts: `route` and `experts`.
+
+T tokens, E experts, k experts a token (`top_k`), h hidden size, i inner size of an expert. A pair
+is a token and one of its experts; pair `t * k + j` is token t's j-th choice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_engine.custom_ops.reference import linear, silu_and_mul
+
+MXFP4_GROUP = 32
+FP8_BLOCK = 128
+_E8M0_BIAS = 127
+# Keeps the sum of chosen scores, which may all have underflowed, from being divided by as 0.
+_TINY = 1e-20
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    top_groups: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Chooses every token's experts, and sorts the pairs by expert.
+
+    Args:
+        logits: [T, E], any float dtype; scores are computed in fp32.
+        bias: [E] fp32, added to the scores for choosing only; None for none.
+        top_k: experts a token, 1 to E.
+        scoring: "softmax" over all experts, or "sigmoid" of each.
+        renormalize: divides the weights by their sum.
+        num_groups: equal runs of experts of which only the best are looked at; 1 for no groups.
+        top_groups: how many; a group counts as the sum of its two best (biased) scores.
+        scale: multiplies the weights.
+
+    Returns:
+        weights [T, k] fp32, of the score without bias.
+        ids [T, k] int32, best first; of equal ones the lower first. In range for any logits.
+        order [T * k] int32, the pairs sorted by expert, within an expert by pair.
+        offsets [E + 1] int32, where each expert's pairs begin in `order`; the last is T * k.
+
+    Source: Qwen3, Mixtral and gpt-oss (softmax); DeepSeek-V3, arXiv 2412.19437 (sigmoid, bias,
+        groups).
+    """
+    logits = logits.float()
+    scores = torch.softmax(logits, -1) if scoring == "softmax" else torch.sigmoid(logits)
+    choice = scores if bias is None else scores + bias
+    if num_groups > 1:
+        choice = _in_best_groups(choice, num_groups, top_groups)
+    ids = _best(choice, top_k)  # [T, k]
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    experts, order = ids.flatten().sort(stable=True)
+    edges = torch.arange(logits.shape[1] + 1, device=logits.device)
+    offsets = torch.searchsorted(experts, edges, out_int32=True)
+    ids = ids.to(torch.int32, memory_format=torch.contiguous_format)
+    return weights * scale, ids, order.int(), offsets
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Places of the `count` largest of the last dim; of equal ones the lower first."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _in_best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
+    """`choice` [T, E] with -inf outside the best groups."""
+    grouped = choice.unflatten(-1, (num_groups, -1))
+    best_two = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)  # [T, num_groups]
+    kept = torch.zeros_like(best_two, dtype=torch.bool)
+    kept = kept.scatter(-1, _best(best_two, top_groups), True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def swiglu_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of [..., 2n] holding gate then up: [..., n].
+
+    The gate is clamped to at most `limit`, up to both sides of it. Source: gpt-oss.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+def activate(x: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
+    """Gate and up [..., 2n] to [..., n]; `activation` is "silu" or "swiglu_clamped"."""
+    return silu_and_mul(x) if activation == "silu" else swiglu_clamped(x, alpha, limit)
+
+
+def fp4_values(codes: Tensor) -> Tensor:
+    """Values, fp32, of int32 codes 0 to 15: a sign, two exponent bits and one of mantissa.
+
+    Without a table, which would have to be copied to the device.
+    """
+    exponent, mantissa = (codes >> 1) & 3, (codes & 1).float() * 0.5
+    normal = torch.ldexp(mantissa + 1, exponent - 1)
+    return torch.where(exponent == 0, mantissa, normal) * (1 - 2 * (codes >> 3)).float()
+
+
+def dequantize_expert(weight: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
+    """The matrix [n, m] of one expert in `dtype`.
+
+    Args:
+        weight: "" a plain matrix; "mxfp4" uint8 [n, m / 2], the low nibble first; "fp8_block"
+            e4m3 [n, m].
+        scale: "mxfp4" uint8 [n, m / 32], exponents biased by 127; "fp8_block" fp32
+            [ceil(n / 128), ceil(m / 128)].
+        fmt: as above.
+        dtype: of the result.
+    """
+    if fmt == "":
+        return weight
+    assert scale is not None, f"{fmt} needs scales"
+    if fmt == "mxfp4":
+        codes = torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
+        groups = fp4_values(codes.int()).unflatten(-1, (-1, MXFP4_GROUP))
+        exponents = scale.int() - _E8M0_BIAS
+        return torch.ldexp(groups, exponents.unsqueeze(-1)).flatten(-2).to(dtype)
+    assert fmt == "fp8_block", fmt
+    num_rows, num_columns = weight.shape
+    rows = scale.repeat_interleave(FP8_BLOCK, 0)[:num_rows]
+    return (weight.float() * rows.repeat_interleave(FP8_BLOCK, 1)[:, :num_columns]).to(dtype)
+
+
+def experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    format: str,
+    impl: str = "",
+) -> Tensor:
+    """The weighted sum of each token's experts: a plain loop over all of them.
+
+    Expert e is `linear(activate(linear(x, gate_up[e])), down[e])`. Every token goes through every
+    expert and the weight of those it did not choose is 0, so that nothing depends on the order of
+    pairs.
+
+    Args:
+        x: [T, h].
+        gate_up: [E, 2 i, h], the rows of the gate, then those of what it multiplies; packed as
+            `format` says, see `dequantize_expert`.
+        down: [E, h, i], likewise.
+        gate_up_bias: [E, 2 i] in the dtype of `x`, or None.
+        down_bias: [E, h] likewise; it is weighted like the rest of its expert.
+        weights: [T, k] fp32, from `route`.
+        ids: [T, k] int32, from `route`; a token's experts are distinct.
+        order: [T * k] int32, from `route`; read by kernels only.
+        offsets: [E + 1] int32, from `route`; read by kernels only.
+        activation: "silu" or "swiglu_clamped", see `swiglu_clamped`.
+        alpha: of "swiglu_clamped".
+        limit: of "swiglu_clamped".
+        gate_up_scale: scales of `gate_up` by expert, None for plain weights.
+        down_scale: likewise.
+        format: "" for weights of the dtype of `x`, "mxfp4" or "fp8_block".
+        impl: chooses who computes; "" is the best one.
+
+    Returns:
+        [T, h] in the dtype of `x`; summed in fp32.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for e in range(gate_up.shape[0]):
+        up_scale = None if gate_up_scale is None else gate_up_scale[e]
+        out_scale = None if down_scale is None else down_scale[e]
+        w_in = dequantize_expert(gate_up[e], up_scale, format, x.dtype)
+        w_out = dequantize_expert(down[e], out_scale, format, x.dtype)
+        y = linear(x, w_in, None if gate_up_bias is None else gate_up_bias[e])
+        y = activate(y, activation, alpha, limit)
+        y = linear(y, w_out, None if down_bias is None else down_bias[e])
+        chosen = ids == e  # [T, k]
+        weight = torch.where(chosen, weights, 0.0).sum(-1, keepdim=True)
+        total = torch.where(chosen.any(-1, keepdim=True), total + weight * y, total)
+    return total.to(x.dtype)

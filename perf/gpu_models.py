@@ -1,0 +1,231 @@
+"""Shapes with experts on one GPU: steps over what they must read, prompts, and whole jobs.
+
+As `gpu_step`, but for several models, one after the other, each with an engine of its own. What a
+step must read depends on how many experts its rows went through: that is counted, from the router's
+own choices in the last step of a measured batch, and stands in a row of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from perf.ceilings import Ceilings, measure_ceilings
+from perf.decode import BATCH_SIZES, INPUT_LEN, OUTPUT_LEN, Driver, measure_decode
+from perf.gpu_step import ENGINE, Note
+from perf.model_shapes import SHAPES, ModelShape, write_folder
+from perf.offline import measure_agentic, measure_e2e, measure_prefill
+from perf.qwen3_8b import Prompts
+from perf.rows import Measured, Outcome, key_of
+
+NAME = "gpu_models"
+DEFAULT_MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `perf run` was told.
+
+    Attributes:
+        num_repeats: repeats of every measurement that count.
+        model: names of shapes, with commas between them; `DEFAULT_MODELS` if not given.
+        only: names of parts, likewise; all if not given.
+    """
+
+    num_repeats: int = 3
+    model: str | None = None
+    only: str | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the parts share: one model's engine.
+
+    Attributes:
+        shape: of the model.
+        llm: its engine.
+        driver: the engine's loop.
+        ceilings: of the device.
+        num_repeats: as in `Options`.
+    """
+
+    shape: ModelShape
+    llm: Any
+    driver: Driver
+    ceilings: Ceilings
+    num_repeats: int
+
+
+def _decode(bench: Bench) -> Iterator[Measured]:
+    costs = bench.shape.costs
+    distinct = dict.fromkeys(BATCH_SIZES, 0.0)
+    if costs.num_experts:
+        distinct = {size: count_distinct(bench.driver, size) for size in BATCH_SIZES}
+
+    def floor_bytes(context_tokens: float, batch_size: int) -> float:
+        return costs.step_bytes(context_tokens, batch_size, distinct[batch_size])
+
+    yield from measure_decode(bench.driver, bench.ceilings, bench.num_repeats, floor_bytes)
+    if not costs.num_experts:
+        return
+    for batch_size, count in distinct.items():
+        yield Measured(metric="distinct_experts", unit="count", batch=batch_size, values=[count])
+        yield Measured(
+            metric="distinct_experts_over_uniform",
+            unit="ratio",
+            batch=batch_size,
+            values=[count / costs.uniform_distinct(batch_size)],
+        )
+
+
+def _prefill(bench: Bench) -> Iterator[Measured]:
+    flops = bench.shape.costs.prefill_flops
+    yield from measure_prefill(bench.driver, bench.ceilings, bench.num_repeats, flops)
+
+
+def _e2e(bench: Bench) -> Iterator[Measured]:
+    yield from measure_e2e(bench.llm, bench.driver.prompts, bench.num_repeats)
+
+
+def _agentic(bench: Bench) -> Iterator[Measured]:
+    yield from measure_agentic(bench.llm, bench.driver.prompts, bench.num_repeats)
+
+
+PARTS: dict[str, Callable[[Bench], Iterator[Measured]]] = {
+    "decode": _decode,
+    "prefill": _prefill,
+    "e2e": _e2e,
+    "agentic": _agentic,
+}
+
+
+def count_distinct(driver: Driver, batch_size: int) -> float:
+    """Experts of a layer that a decode step of a batch goes through, mean of the layers.
+
+    A batch as `measure_decode` has it is run to its end; its last step is then computed again, each
+    row by the plain model over the row's whole sequence, to see what the routers choose.
+    """
+    import torch
+
+    model = driver.engine.loop.executor.model
+    device = driver.engine.settings.device
+    choices: list[set[int]] = [set() for _ in model.layers]
+    for sequence in _answered(driver, batch_size):
+        for seen, ids in zip(choices, last_choices(model, sequence, device), strict=True):
+            seen.update(ids)
+    torch.cuda.empty_cache()
+    sparse = [len(seen) for seen in choices if seen]
+    return sum(sparse) / len(sparse)
+
+
+def _answered(driver: Driver, batch_size: int) -> list[list[int]]:
+    """Prompts and answers of one batch, but the last token, which no step has seen."""
+    prompts = driver.prompts.many(batch_size, INPUT_LEN)
+    sequences = {driver.submit(prompt, OUTPUT_LEN): list(prompt) for prompt in prompts}
+    left = set(sequences)
+    while left:
+        for event in driver.loop.step():
+            sequences[event.request_id].extend(event.token_ids)
+            if event.finish_reason is not None:
+                left.discard(event.request_id)
+    driver.run_out(set())
+    return [sequence[:-1] for sequence in sequences.values()]
+
+
+def last_choices(model: Any, token_ids: list[int], device: Any) -> list[list[int]]:
+    """Experts that the last token of a sequence goes through, by layer; none in dense layers."""
+    import torch
+
+    choices: list[list[int]] = [[] for _ in model.layers]
+    hooks = []
+
+    def watch(index: int, mlp: Any) -> None:
+        def note(_module: Any, inputs: tuple[Any, ...]) -> None:
+            choices[index] = mlp.choose(inputs[0][-1:]).ids[0].tolist()
+
+        hooks.append(mlp.register_forward_pre_hook(note))
+
+    for index, layer in enumerate(model.layers):
+        if hasattr(layer.mlp, "choose"):
+            watch(index, layer.mlp)
+    try:
+        with torch.no_grad():
+            ids = torch.tensor(token_ids, device=device)
+            residual, rotary = model.embed(ids, torch.arange(len(token_ids), device=device))
+            for layer in model.layers:
+                residual = layer(residual, rotary)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return choices
+
+
+def chosen(names: str | None, known: dict[str, Any], default: tuple[str, ...]) -> list[str]:
+    """The names of a list with commas, in the order of `known`.
+
+    Raises:
+        SystemExit: an unknown name.
+    """
+    wanted = default if names is None else tuple(names.split(","))
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise SystemExit(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+    return [name for name in known if name in wanted]
+
+
+def run(options: Options, note: Note) -> Outcome:
+    """Measures; raises SystemExit without a GPU or for an unknown name."""
+    import torch
+
+    models = chosen(options.model, SHAPES, DEFAULT_MODELS)
+    parts = chosen(options.only, PARTS, tuple(PARTS))
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{NAME} needs an NVIDIA GPU; torch sees none")
+    ceilings = measure_ceilings(options.num_repeats)
+    measured, failures = list(ceilings.measured()), []
+    for name in models:
+        shape, start = SHAPES[name], time.perf_counter()
+        try:
+            for entry in _measure_model(shape, parts, ceilings, options.num_repeats, failures):
+                measured.append(replace(entry, model=shape.name, dtype=shape.dtype))
+                values = ", ".join(f"{value:.4g}" for value in entry.values)
+                key = key_of(entry.metric, entry.batch, entry.case, shape.name)
+                note(f"{key}: {values} {entry.unit}")
+        except Exception as error:  # one model must not cost the rows of the others
+            traceback.print_exc()
+            failures.append(f"{name}: {type(error).__name__}: {error}")
+        gc.collect()
+        torch.cuda.empty_cache()
+        note(f"-- {name}: {time.perf_counter() - start:.1f} s")
+    return Outcome(
+        measured=measured,
+        environment=ceilings.environment,
+        void=ceilings.is_void(torch.cuda.get_device_name()),
+        failures=failures,
+    )
+
+
+def _measure_model(
+    shape: ModelShape, parts: list[str], ceilings: Ceilings, num_repeats: int, failures: list[str]
+) -> Iterator[Measured]:
+    from compiled_engine import LLM
+
+    options = {name: value for name, value in ENGINE.items() if name != "max_step_ms"}
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder), shape.config)
+        with LLM(folder, **options) as llm:
+            prompts = Prompts(vocab_size=shape.config["vocab_size"])
+            driver = Driver(llm.engine, prompts)
+            bench = Bench(shape, llm, driver, ceilings, num_repeats)
+            for part in parts:
+                try:
+                    yield from PARTS[part](bench)
+                except Exception as error:  # one part must not cost the rows of the others
+                    traceback.print_exc()
+                    failures.append(f"{shape.name} {part}: {type(error).__name__}: {error}")
