@@ -1,4 +1,4 @@
-"""The command line: `compiled-engine serve | generate | bench | warmup | info`.
+"""The command line: `compiled-engine serve | generate | bench | warmup | quantize | info`.
 
 Owns the top-level parser and what errors become; each sub-command is a module of `commands`, which
 loads what it needs only when it runs. The one place that joins server and engine.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from compiled_engine import __version__
-from compiled_engine.commands import bench, generate, info, serve, warmup
+from compiled_engine.commands import bench, generate, info, quantize, serve, warmup
 from compiled_engine.commands.flags import EXIT_BAD_CONFIG, FlagParser
 from compiled_engine.errors import ConfigError, EngineError
 
@@ -42,6 +42,7 @@ def build_parser() -> tuple[FlagParser, dict[str, FlagParser]]:
         ("serve", serve),
         ("generate", generate),
         ("warmup", warmup),
+        ("quantize", quantize),
         ("info", info),
     ):
         description = (module.__doc__ or "").partition("\n")[0]

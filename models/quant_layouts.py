@@ -92,7 +92,10 @@ def _plain_expected(sizes: Sizes) -> dict[str, Expected]:
 
 
 def _plain_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
-    return quantize_weight(tensors["weight"], sizes.format)
+    if sizes.format != "fp8_token_block":
+        return quantize_weight(tensors["weight"], sizes.format)
+    packed = quantize_weight(tensors["weight"], "fp8_block")
+    return packed._replace(scale=_scales_of_rows(packed.scale, sizes.rows))
 
 
 def _input_scale(sizes: Sizes) -> dict[str, Expected]:
@@ -140,10 +143,15 @@ def _blocks_packed(name: str) -> Callable[[Sizes, Tensors], PackedWeight]:
     def packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
         scale = tensors[name].float()
         if sizes.format == "fp8_token_block":
-            scale = scale.repeat_interleave(BLOCK, 0)[: sizes.rows]
+            scale = _scales_of_rows(scale, sizes.rows)
         return PackedWeight(_widened(tensors["weight"], sizes.stored), scale)
 
     return packed
+
+
+def _scales_of_rows(scale: Tensor, num_rows: int) -> Tensor:
+    """Scales of blocks of 128 rows, for each row."""
+    return scale.repeat_interleave(BLOCK, 0)[:num_rows]
 
 
 def _fp4_expected(values: str, *scalars: str) -> Callable[[Sizes], dict[str, Expected]]:
