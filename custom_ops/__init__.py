@@ -14,7 +14,8 @@ from compiled_engine.custom_ops.attention import (
 from compiled_engine.custom_ops.gemm import FUSED_LINEAR, LINEAR
 from compiled_engine.custom_ops.library import OpSpec
 from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, rms_norm
-from compiled_engine.custom_ops.quant import QUANT_OPS, dequantize, quantize
+from compiled_engine.custom_ops.quant import dequantize, quantize
+from compiled_engine.custom_ops.quant_kernels import QUANT_OPS
 from compiled_engine.custom_ops.rope_kv import (
     KV_WRITE,
     QK_NORM_ROPE,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from compiled_engine.custom_ops import attention_choice, gemm
+from compiled_engine.custom_ops import attention_choice, gemm, quant_choice
 from compiled_engine.custom_ops.registry import Candidate, KernelRegistry
 from compiled_engine.errors import ConfigError
 
-CANDIDATES: tuple[Candidate, ...] = (*attention_choice.CANDIDATES, *gemm.CANDIDATES)
+CANDIDATES: tuple[Candidate, ...] = (
+    *attention_choice.CANDIDATES,
+    *gemm.CANDIDATES,
+    *quant_choice.CANDIDATES,
+)
 
 
 def make_registry(overrides: Iterable[str] = ()) -> KernelRegistry:
