@@ -23,7 +23,8 @@ from compiled_engine.custom_ops.moe import (
     route,
 )
 from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, rms_norm
-from compiled_engine.custom_ops.quant import QUANT_OPS, dequantize, quantize
+from compiled_engine.custom_ops.quant import dequantize, quantize
+from compiled_engine.custom_ops.quant_kernels import QUANT_OPS
 from compiled_engine.custom_ops.rope_kv import (
     KV_WRITE,
     QK_NORM_ROPE,

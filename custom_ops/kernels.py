@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from compiled_engine.custom_ops import attention_choice, gemm, moe_choice
+from compiled_engine.custom_ops import attention_choice, gemm, moe_choice, quant_choice
 from compiled_engine.custom_ops.registry import Candidate, KernelRegistry
 from compiled_engine.errors import ConfigError
 
@@ -12,6 +12,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     *attention_choice.CANDIDATES,
     *gemm.CANDIDATES,
     *moe_choice.CANDIDATES,
+    *quant_choice.CANDIDATES,
 )
 
 

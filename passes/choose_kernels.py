@@ -4,8 +4,8 @@
     after:   o = ce.paged_attention(q, ..., impl="triton")
 
 The registry decides from device, dtype and shapes, once, while the graph is traced. Where a choice
-depends on a size that varies within the graph (`fused_linear` for few tokens), the op itself takes
-the best for each size, unless an option names one.
+depends on a size that varies within the graph (`fused_linear` for few tokens, products with
+quantised weights), the op itself takes the best for each size, unless an option names one.
 Conditions: none. Numerics: as the chosen kernel's.
 """
 
@@ -15,7 +15,9 @@ import torch
 
 from compiled_engine.custom_ops.attention_choice import attention_traits
 from compiled_engine.custom_ops.gemm import fused_linear_traits
-from compiled_engine.custom_ops.registry import KernelRegistry, Target
+from compiled_engine.custom_ops.quant_choice import quantized_linear_traits, scaled_linear_traits
+from compiled_engine.custom_ops.quant_packed import QuantOperands
+from compiled_engine.custom_ops.registry import KernelRegistry, Target, Traits
 from compiled_engine.passes.pattern import Graph, Node, calls
 
 NAME = "choose_kernels"
@@ -38,6 +40,10 @@ def apply(graph: Graph, registry: KernelRegistry) -> int:
         matches += 1
     for node in calls(graph, torch.ops.ce.fused_linear.default):
         matches += _choose_linear(node, registry)
+    for node in calls(graph, torch.ops.ce.quantized_linear.default):
+        matches += _choose_quantized(node, registry)
+    for node in calls(graph, torch.ops.ce.scaled_linear.default):
+        matches += _choose_scaled(node, registry)
     return matches
 
 
@@ -45,13 +51,42 @@ def _choose_linear(node: Node, registry: KernelRegistry) -> bool:
     x, weight, bias, norm_weight, _, residual = (_value(arg) for arg in node.args[:6])
     is_gated = bool(node.args[6])
     if not isinstance(x.shape[0], int):
-        wanted = registry.override("fused_linear", "few")
-        if wanted is None:
-            return False
-        node.update_kwarg("impl", wanted)
-        return True
+        return _take_option(node, registry, "fused_linear", "few")
     traits = fused_linear_traits(x, weight, bias, norm_weight, residual, is_gated)
-    choice = registry.choose("fused_linear", "few", Target.of(x.device), x.dtype, traits)
+    return _take_best(node, registry, ("fused_linear", "few"), x, traits)
+
+
+def _choose_quantized(node: Node, registry: KernelRegistry) -> bool:
+    operands = QuantOperands(*(_value(arg) for arg in node.args[:13]))  # type: ignore[arg-type]
+    if not isinstance(operands.x.shape[0], int):
+        return _take_option(node, registry, "quantized_linear", "few")
+    traits = quantized_linear_traits(operands)
+    return _take_best(node, registry, ("quantized_linear", "few"), operands.x, traits)
+
+
+def _choose_scaled(node: Node, registry: KernelRegistry) -> bool:
+    q, _, weight, weight_scale = (_value(arg) for arg in node.args[:4])
+    if not isinstance(q.shape[0], int):
+        return _take_option(node, registry, "scaled_linear", "product")
+    formats = str(node.args[5]), str(node.args[6])
+    traits = scaled_linear_traits(q, weight, weight_scale, *formats)
+    return _take_best(node, registry, ("scaled_linear", "product"), node.meta["val"], traits)
+
+
+def _take_option(node: Node, registry: KernelRegistry, family: str, mode: str) -> bool:
+    """The kernel that an option names, for a size that is not known yet."""
+    wanted = registry.override(family, mode)
+    if wanted is None:
+        return False
+    node.update_kwarg("impl", wanted)
+    return True
+
+
+def _take_best(
+    node: Node, registry: KernelRegistry, place: tuple[str, str], x: torch.Tensor, traits: Traits
+) -> bool:
+    """The registry's choice for a target and dtype, those of `x`."""
+    choice = registry.choose(*place, Target.of(x.device), x.dtype, traits)
     node.update_kwarg("impl", choice.candidate.name)
     return True
 

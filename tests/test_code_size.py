@@ -29,6 +29,8 @@ MORE_PARAMETERS = {
     "custom_ops/reference_quant.py:scaled_linear": OP_SCHEMA,
     "custom_ops/quant.py:_fake_quantized_linear": OP_SCHEMA,
     "custom_ops/quant.py:_fake_scaled_linear": OP_SCHEMA,
+    "custom_ops/quant_kernels.py:quantized_linear_cuda": OP_SCHEMA,
+    "custom_ops/quant_kernels.py:scaled_linear_cuda": OP_SCHEMA,
     "custom_ops/gemm.py:fused_linear_cuda": OP_SCHEMA,
     "custom_ops/attention.py:paged_attention_cpu": OP_SCHEMA,
     "custom_ops/attention_tiles.py:prefill_attention": OP_SCHEMA,

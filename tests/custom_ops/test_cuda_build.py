@@ -51,8 +51,8 @@ def test_every_source_compiles_without_spills(name, arch):
     assert frames, log
     assert all(frame == ("0", "0") for frame in frames), log
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", log)]
-    # Blocks of attention have 128 threads, those of the scheduler 1024.
-    assert max(registers) <= (255 if name.startswith("attention/") else 64), registers
+    # Blocks of attention have 128 threads, of packed weights 256, those of the scheduler 1024.
+    assert max(registers) <= (255 if name.startswith(("attention/", "packed/")) else 64), registers
 
 
 def test_nvrtc_says_what_it_supports():

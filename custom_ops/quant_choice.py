@@ -1,0 +1,227 @@
+"""Which kernel serves a quantised linear layer, the reasons against others, and sizes.
+
+`quantized_linear` for few tokens is one kernel that reads the weight as it is stored ("packed").
+For many, quantised activations go to a product of bytes ("scaled"), and weights of which only the
+weight is quantised become 16-bit floats for the library ("dequantized"). `scaled_linear` is that
+product by itself. Sizes and limits were measured on an H200 with the weights of Qwen3-8B.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_engine.custom_ops.quant_packed import PackedConfig, QuantOperands, packed_rejects
+from compiled_engine.custom_ops.quant_scaled import scaled_mm_rejects
+from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS, WEIGHT_FORMATS
+from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits
+from compiled_engine.custom_ops.toolchain import has_nvrtc
+
+DTYPES = (torch.bfloat16, torch.float16)
+# What activations weights of bytes can be multiplied with as they are.
+SCALED_ACTIVATIONS = {
+    "fp8_tensor": ("fp8_tensor", "fp8_token"),
+    "fp8_channel": ("fp8_tensor", "fp8_token"),
+    "fp8_block": ("fp8_block",),
+    "fp8_token_block": ("fp8_block",),
+    "int8_channel": ("int8_token",),
+}
+_MIN_GROUP = 32
+
+
+class Before(NamedTuple):
+    """What stands before the quantisation: nothing, a norm, a residual and a norm, or a gate."""
+
+    norm_weight: Tensor | None = None
+    eps: float = 0.0
+    residual: Tensor | None = None
+    is_gated: bool = False
+
+
+def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
+    """The traits of arguments of `quantized_linear` that candidates look at; all are numbers."""
+    x, format = operands.x, operands.format
+    others = [t for t in (operands.bias, operands.norm_weight, operands.residual) if t is not None]
+    stored = [t for t in operands[1:5] if t is not None]
+    is_int4, is_packed = format == "int4_group", format in PACKED_FORMATS
+    columns = operands.weight.shape[1] * (2 if is_packed else 1)
+    group = columns // max(1, operands.scale.shape[-1]) if is_int4 else _MIN_GROUP
+    scale_dtype = x.dtype if is_int4 else torch.float32
+    is_alone = x.shape[0] == 1
+    activations = SCALED_ACTIVATIONS.get(format, ())
+    return {
+        "num_tokens": x.shape[0],
+        "rows": operands.weight.shape[0],
+        "size": x.shape[1],
+        "format": WEIGHT_FORMATS.index(format),
+        "is_gated": operands.is_gated,
+        "is_packed": is_packed,
+        "has_activation_format": bool(operands.activation_format),
+        "is_scaled_pair": operands.activation_format in activations,
+        # several tokens come as bytes
+        "x_multiple": 16 if operands.activation_format and not is_alone else 8,
+        "has_one_dtype": all(t.dtype == x.dtype for t in others),
+        "has_fine_scales": format in ("nvfp4", "mxfp4") or operands.scale.dtype == scale_dtype,
+        "has_whole_groups": group >= _MIN_GROUP and group & (group - 1) == 0,
+        "is_weight_contiguous": all(t.is_contiguous() for t in stored),
+        "is_last_dim_contiguous": all(
+            t.stride(1) == 1 for t in (x, operands.residual) if t is not None
+        ),
+        "is_aligned": _is_aligned(operands),
+        "weight_bytes": operands.weight.shape[0] * operands.row_bytes,
+        "has_nvrtc": has_nvrtc(),
+    }
+
+
+def _is_aligned(operands: QuantOperands) -> bool:
+    """Whether rows of x and the weight start at multiples of 16 bytes; storage itself does."""
+    x = operands.x
+    norm_weight = operands.norm_weight
+    return (
+        (x.shape[0] == 1 or x.stride(0) % 8 == 0)
+        and x.storage_offset() % 8 == 0
+        and operands.row_bytes % 16 == 0
+        and operands.weight.storage_offset() * operands.weight.element_size() % 16 == 0
+        and (norm_weight is None or norm_weight.storage_offset() % 8 == 0)
+    )
+
+
+def scaled_linear_traits(
+    q: Tensor, weight: Tensor, weight_scale: Tensor, format: str, activation_format: str
+) -> dict[str, int]:
+    """The traits of arguments of `scaled_linear` that candidates look at; all are numbers."""
+    return {
+        "num_tokens": q.shape[0],
+        "rows": weight.shape[0],
+        "size": q.shape[1],
+        "stored": weight.shape[1],
+        "is_fp8": q.dtype == torch.float8_e4m3fn,
+        "in_blocks": activation_format == "fp8_block",
+        "has_token_blocks": format == "fp8_token_block",
+        "has_one_scale": format == "fp8_tensor" and activation_format == "fp8_tensor",
+        "is_scaled_pair": activation_format in SCALED_ACTIVATIONS.get(format, ()),
+        "is_weight_contiguous": all(t.is_contiguous() for t in (q, weight, weight_scale)),
+        "arch": Target.of(q.device).arch,
+    }
+
+
+# Configurations for one token, by the bits of a weight's values and whether its rows are long.
+_ONE = {
+    (8, False): PackedConfig(1, 8, 4, 2),
+    (8, True): PackedConfig(1, 8, 4, 2),
+    (4, False): PackedConfig(1, 8, 2, 2),
+    (4, True): PackedConfig(1, 8, 2, 2),
+}
+# For more, up to so many.
+_MORE = {
+    8: {8: PackedConfig(1, 8, 2, 2), 4: PackedConfig(1, 8, 2, 2)},
+    16: {8: PackedConfig(2, 8, 1, 2), 4: PackedConfig(1, 8, 1, 2)},
+    32: {8: PackedConfig(2, 8, 1, 1), 4: PackedConfig(2, 8, 1, 1)},
+}
+_LONG_SIZE = 8192
+
+
+def pick_config(traits: Traits) -> PackedConfig:
+    """Sizes of the kernel "packed"; they can be made for every product it takes."""
+    bits = 4 if traits["is_packed"] else 8
+    if traits["num_tokens"] == 1:
+        return _ONE[bits, traits["size"] > _LONG_SIZE]
+    limit = next(limit for limit in _MORE if traits["num_tokens"] <= limit)
+    return _MORE[limit][bits]
+
+
+def _rejects_packed(traits: Traits) -> str | None:
+    if not traits["has_nvrtc"]:
+        return "needs the cuda-bindings package"
+    return packed_rejects(traits)
+
+
+def _rejects_scaled(traits: Traits) -> str | None:
+    rules = (
+        (traits["num_tokens"] > 0, "needs a token"),
+        (traits["is_scaled_pair"], "needs weights and activations of bytes with scales that match"),
+        (traits["has_one_dtype"], "needs the same dtype for x, bias, norm and residual"),
+        (traits["is_weight_contiguous"], "needs contiguous weights and scales"),
+    )
+    return next((reason for is_met, reason in rules if not is_met), None)
+
+
+def _rejects_dequantized(traits: Traits) -> str | None:
+    rules = (
+        (traits["has_one_dtype"], "needs the same dtype for x, bias, norm and residual"),
+        (traits["is_weight_contiguous"], "needs contiguous weights and scales"),
+    )
+    return next((reason for is_met, reason in rules if not is_met), None)
+
+
+def _rejects_triton(traits: Traits) -> str | None:
+    rules = (
+        (traits["is_scaled_pair"], "needs weights and activations with scales that match"),
+        (traits["is_weight_contiguous"], "needs contiguous operands"),
+    )
+    return next((reason for is_met, reason in rules if not is_met), None)
+
+
+def _linear(name: str, priority: Priority, min_arch: int, tag: str, **rules: object) -> Candidate:
+    return Candidate(
+        family="quantized_linear",
+        mode="few",
+        name=name,
+        priority=priority,
+        device_type="cuda",
+        min_arch=min_arch,
+        dtypes=DTYPES,
+        tags=(tag,),
+        **rules,  # type: ignore[arg-type]
+    )
+
+
+# Dtype of candidates of `scaled_linear`: that of the result.
+CANDIDATES = (
+    _linear(
+        "packed",
+        Priority.SPECIALIZED,
+        89,
+        "1 to 32 tokens, one kernel",
+        rejects=_rejects_packed,
+    ),
+    _linear(
+        "scaled",
+        Priority.TUNED,
+        89,
+        "activations are quantised first",
+        rejects=_rejects_scaled,
+    ),
+    _linear(
+        "dequantized",
+        Priority.PORTABLE,
+        89,
+        "a kernel that writes the weight as 16-bit floats first",
+        rejects=_rejects_dequantized,
+    ),
+    Candidate(family="quantized_linear", mode="few", name="torch", priority=Priority.REFERENCE),
+    Candidate(
+        family="scaled_linear",
+        mode="product",
+        name="scaled_mm",
+        priority=Priority.SPECIALIZED,
+        device_type="cuda",
+        min_arch=89,
+        dtypes=DTYPES,
+        rejects=scaled_mm_rejects,
+        tags=("the library",),
+    ),
+    Candidate(
+        family="scaled_linear",
+        mode="product",
+        name="triton",
+        priority=Priority.TUNED,
+        device_type="cuda",
+        min_arch=89,
+        dtypes=DTYPES,
+        rejects=_rejects_triton,
+    ),
+    Candidate(family="scaled_linear", mode="product", name="torch", priority=Priority.REFERENCE),
+)

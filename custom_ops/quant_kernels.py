@@ -1,0 +1,269 @@
+"""The quantisation ops on a GPU: which kernel runs, and how several make up one op.
+
+Importing this module registers them; what the kernels cannot take runs the plain body.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_engine.custom_ops import gemm
+from compiled_engine.custom_ops import reference_quant as reference
+from compiled_engine.custom_ops.library import LIBRARY
+from compiled_engine.custom_ops.quant import QUANT_OPS as QUANT_OPS
+from compiled_engine.custom_ops.quant_choice import (
+    CANDIDATES,
+    Before,
+    pick_config,
+    quantized_linear_traits,
+    scaled_linear_traits,
+)
+from compiled_engine.custom_ops.quant_packed import QuantOperands, launch_packed
+from compiled_engine.custom_ops.quant_scaled import ScaledOperands, scaled_mm
+from compiled_engine.custom_ops.registry import Target, Traits, best_of
+
+MIN_ARCH = 89  # that converts 8-bit floats
+
+
+def select_kernel(
+    family: str, kernel: str, target: Target, dtype: torch.dtype, traits: Traits
+) -> str:
+    """`kernel` if it can serve, or the best candidate's name if that is empty.
+
+    Raises:
+        ValueError: `kernel` is unknown or cannot serve; says why.
+    """
+    candidates = [c for c in CANDIDATES if c.family == family]
+    reasons = {c.name: c.rejection(target, dtype, traits) for c in candidates}
+    if kernel not in ("", *reasons):
+        raise ValueError(f"{family} has no kernel {kernel}; there are {', '.join(reasons)}")
+    if kernel and reasons[kernel] is not None:
+        raise ValueError(f"{family}: kernel {kernel} {reasons[kernel]}")
+    return kernel or best_of([c for c in candidates if reasons[c.name] is None], traits).name
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    return Target.of(device).arch >= MIN_ARCH
+
+
+def _quantize(
+    x: Tensor, before: Before, activation_format: str, static_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """q, scale and sum by the kernel, or None if it cannot."""
+    from compiled_engine.custom_ops import quant_triton
+
+    if not _has_kernels(x.device) or quant_triton.unsupported_reason(x, before) is not None:
+        return None
+    return quant_triton.quantize_any(x, before, activation_format, static_scale)
+
+
+def quantize_fp8_cuda(x: Tensor, kind: str, static_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `reference_quant.quantize_fp8`."""
+    found = _quantize(x, Before(), f"fp8_{kind}", static_scale)
+    if found is None:
+        return reference.quantize_fp8(x, kind, static_scale)
+    q, scale, _ = found
+    return q, scale.clone() if scale is static_scale else scale
+
+
+def quantize_int8_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `reference_quant.quantize_int8`."""
+    found = _quantize(x, Before(), "int8_token", None)
+    return reference.quantize_int8(x) if found is None else found[:2]
+
+
+def rms_norm_quant_cuda(
+    x: Tensor, weight: Tensor, eps: float, activation_format: str, static_scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    """As `reference_quant.rms_norm_quant`."""
+    found = _quantize(x, Before(weight, eps), activation_format, static_scale)
+    if found is None:
+        return reference.rms_norm_quant(x, weight, eps, activation_format, static_scale)
+    return _with_own_scale(found[:2], static_scale)
+
+
+def add_rms_norm_quant_cuda(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    activation_format: str,
+    static_scale: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """As `reference_quant.add_rms_norm_quant`."""
+    found = _quantize(x, Before(weight, eps, residual), activation_format, static_scale)
+    if found is None:
+        return reference.add_rms_norm_quant(
+            x, residual, weight, eps, activation_format, static_scale
+        )
+    return _with_own_scale(found, static_scale)
+
+
+def silu_and_mul_quant_cuda(
+    x: Tensor, activation_format: str, static_scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    """As `reference_quant.silu_and_mul_quant`."""
+    found = _quantize(x, Before(is_gated=True), activation_format, static_scale)
+    if found is None:
+        return reference.silu_and_mul_quant(x, activation_format, static_scale)
+    return _with_own_scale(found[:2], static_scale)
+
+
+def _with_own_scale(found: Sequence[Tensor], static_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """A result of an op may not be one of its arguments."""
+    return tuple(t.clone() if t is static_scale else t for t in found)
+
+
+def dequantize_cuda(
+    q: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    global_scale: Tensor | None,
+    format: str,
+    size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As `reference_quant.dequantize`."""
+    from compiled_engine.custom_ops import quant_dequantize_triton
+
+    tensors = [t for t in (q, scale, zero, global_scale) if t is not None]
+    if not _has_kernels(q.device) or not all(t.is_contiguous() for t in tensors):
+        return reference.dequantize(q, scale, zero, global_scale, format, size, dtype)
+    return quant_dequantize_triton.dequantize(q, scale, zero, global_scale, format, size, dtype)
+
+
+def scaled_linear_cuda(
+    q: Tensor,
+    q_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    format: str,
+    activation_format: str,
+    dtype: torch.dtype,
+    impl: str = "",
+) -> Tensor:
+    """Runs `impl`, or the best one if that is empty; as `reference_quant.scaled_linear`.
+
+    Raises:
+        ValueError: as `select_kernel`.
+    """
+    operands = ScaledOperands(
+        q, q_scale, weight, weight_scale, bias, format, activation_format, dtype
+    )
+    traits = scaled_linear_traits(q, weight, weight_scale, format, activation_format)
+    kernel = select_kernel("scaled_linear", impl, Target.of(q.device), dtype, traits)
+    if kernel == "scaled_mm":
+        return scaled_mm(operands)
+    if kernel == "triton":
+        from compiled_engine.custom_ops import quant_scaled_triton
+
+        return quant_scaled_triton.scaled_linear(operands)
+    return reference.scaled_linear(*operands)
+
+
+def _finish(y: Tensor, operands: QuantOperands) -> Tensor:
+    """Gate and residual behind a product."""
+    from compiled_engine.custom_ops.activation_triton import silu_and_mul
+
+    if operands.is_gated:
+        y = silu_and_mul(y)
+    return y if operands.residual is None else y.add_(operands.residual)
+
+
+def _scaled(operands: QuantOperands) -> Tensor:
+    """Norm and quantisation, product of bytes, gate and residual: a kernel each."""
+    from compiled_engine.custom_ops.quant_triton import norm_and_quantize
+
+    q, q_scale = norm_and_quantize(operands)
+    y = scaled_linear_cuda(
+        q,
+        q_scale,
+        operands.weight,
+        operands.scale,
+        operands.bias,
+        operands.format,
+        operands.activation_format,
+        operands.x.dtype,
+    )
+    return _finish(y, operands)
+
+
+def _dequantized(operands: QuantOperands) -> Tensor:
+    """The weight as 16-bit floats, then what plain linear layers run."""
+    x, size = operands.x, operands.x.shape[1]
+    norm_weight = operands.norm_weight
+    if operands.activation_format:
+        from compiled_engine.custom_ops.quant_triton import norm_and_quantize
+
+        q, q_scale = norm_and_quantize(operands)
+        layout = reference.ACTIVATION_FORMATS[operands.activation_format]
+        x = dequantize_cuda(q, q_scale, None, None, layout, size, x.dtype)
+        norm_weight = None
+    weight = dequantize_cuda(*operands[1:5], operands.format, size, x.dtype)
+    return gemm.fused_linear_cuda(
+        x,
+        weight,
+        operands.bias,
+        norm_weight,
+        operands.eps,
+        operands.residual,
+        operands.is_gated,
+        "library",
+    )
+
+
+def quantized_linear_cuda(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    global_scale: Tensor | None,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    format: str,
+    activation_format: str,
+    norm_weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    is_gated: bool,
+    impl: str = "",
+) -> Tensor:
+    """Runs `impl`, or the best one if that is empty; as `reference_quant.quantized_linear`.
+
+    Raises:
+        ValueError: as `select_kernel`.
+    """
+    operands = QuantOperands(
+        x, weight, scale, zero, global_scale, input_scale, bias, format, activation_format,
+        norm_weight, eps, residual, is_gated,
+    )  # fmt: skip
+    traits = quantized_linear_traits(operands)
+    kernel = select_kernel("quantized_linear", impl, Target.of(x.device), x.dtype, traits)
+    if kernel == "packed":
+        return launch_packed(operands, pick_config(traits))
+    if kernel == "scaled":
+        return _scaled(operands)
+    if kernel == "dequantized":
+        return _dequantized(operands)
+    return reference.quantized_linear(*operands)
+
+
+_FUNCTIONS = (
+    ("quantize_fp8", quantize_fp8_cuda),
+    ("quantize_int8", quantize_int8_cuda),
+    ("dequantize", dequantize_cuda),
+    ("quantized_linear", quantized_linear_cuda),
+    ("scaled_linear", scaled_linear_cuda),
+    ("rms_norm_quant", rms_norm_quant_cuda),
+    ("add_rms_norm_quant", add_rms_norm_quant_cuda),
+    ("silu_and_mul_quant", silu_and_mul_quant_cuda),
+)
+assert {op.name for op in QUANT_OPS} == {name for name, _ in _FUNCTIONS}
+for _name, _function in _FUNCTIONS:
+    LIBRARY.impl(_name, _function, "CUDA")
