@@ -6,6 +6,7 @@ Used by the engine process and by `LLM`. Reports what it does through `progress`
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from compiled_engine.loop import StepLoop
 from compiled_engine.memory import MemoryNeeds, MemoryTable, measure_needs, memory_table
 from compiled_engine.models import ARCHITECTURES, CausalLM, ModelConfig
 from compiled_engine.models.weights import build_model, init_dummy_weights, load_weights
-from compiled_engine.pieces import StepPieces
+from compiled_engine.pieces import StepPieces, few_limit
+from compiled_engine.quant_report import quantization_report
 from compiled_engine.request import ModelLimits
 from compiled_engine.sampler import build_param_inbox
 from compiled_engine.scheduler.inbox import InboxBuilder
@@ -45,6 +47,8 @@ from compiled_engine.settings import (
 from compiled_engine.step import StepExecutor
 from compiled_engine.step_times import StepTimes
 from compiled_engine.tokenizer import Tokenizer, has_tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Ops that `--cudagraph-mode piecewise` keeps out of graphs.
 SPLIT_OPS = ("ce::paged_attention",)
@@ -102,6 +106,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     shape = scheduler_shape(config, settings)
     executor = make_executor(config, model_config, model, shape, settings, driver)
     _warm_up(config, executor, progress)
+    _log_quantization(model, model_config, settings, driver)
     limits = ModelLimits(
         max_model_len=settings.max_model_len,
         vocab_size=settings.vocab_size,
@@ -127,6 +132,26 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
             needs=needs,
         )
     return Engine(settings, driver, loop, memory)
+
+
+def _log_quantization(
+    model: CausalLM, model_config: ModelConfig, settings: Settings, driver: CompileDriver
+) -> None:
+    """Says which kernels run a quantised model's layers."""
+    is_gpu = settings.device.type == "cuda"
+    lines = quantization_report(
+        model,
+        driver.registry if is_gpu and not driver.is_eager else None,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_tokens=settings.buckets[-1],
+        max_few=few_limit(driver.registry),
+    )
+    plan = model_config.quantization
+    if plan is not None and plan.note:
+        lines.append(plan.note)
+    for line in lines:
+        logger.info("quantised: %s", line)
 
 
 def _grammar_service(config: EngineConfig, settings: Settings) -> GrammarService | None:

@@ -104,6 +104,7 @@ LAYERS: tuple[Layer, ...] = (
         (
             "settings",
             "plain_attention",
+            "quant_report",
             "engine",
             "engine_process",
             "faults",

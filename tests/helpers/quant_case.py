@@ -54,10 +54,10 @@ def logits(model: CausalLM, num_tokens: int = 12) -> Tensor:
         return model(torch.arange(num_tokens) * 7 % 300 + 4, torch.arange(num_tokens))
 
 
-def dequantized_twin(model: CausalLM, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Layer name -> what the weight of each quantised layer means."""
-    return {
-        name: module.dequantized(dtype)
-        for name, module in model.named_modules()
-        if isinstance(module, QuantLinear)
-    }
+def keep_dequantized(model: CausalLM, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """The model, whose weights are dequantised once instead of for every product."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            weight = module.dequantized(dtype)
+            module.dequantized = lambda _, weight=weight: weight  # type: ignore[method-assign]
+    return model
