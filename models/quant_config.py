@@ -9,60 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.checkpoint_header import first_dtype
 from compiled_engine.models.moe_config import MOE_FAMILIES
+from compiled_engine.models.quant_fields import Section
 from compiled_engine.models.quant_plan import HEAD, LinearScheme, QuantPlan
+from compiled_engine.models.quant_torchao import read_torchao
 
 Rules = tuple[tuple[tuple[str, ...], LinearScheme], ...]
 _WEIGHT_ONLY = "activations stay as they are: products with 4-bit activations are not there"
 _DYNAMIC = "activations get a scale a token, where the checkpoint asks for one of all tokens"
 # Scales of keys and values, behind the attention layer's name or a projection's.
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-
-
-class _Section:
-    """One JSON object of a quantisation config; errors name the field."""
-
-    def __init__(self, values: Any, name: str) -> None:
-        self.name = name
-        if not isinstance(values, dict):
-            raise ConfigError(f"{name} is {values!r}; it must be an object", param=name)
-        self.values = values
-
-    def refuse(self, field: str, reason: str) -> NoReturn:
-        raise ConfigError(f"{self.name}.{field} {reason}", param="quantization_config")
-
-    def one_of(self, field: str, *allowed: Any) -> Any:
-        """The field's value, which must be one of `allowed`; None is "not there"."""
-        value = self.values.get(field)
-        if value not in allowed:
-            named = ", ".join(repr(choice) for choice in allowed if choice is not None)
-            self.refuse(field, f"is {value!r}; supported is {named or 'to leave it out'}")
-        return value
-
-    def section(self, field: str) -> _Section | None:
-        """A nested object, or None."""
-        value = self.values.get(field)
-        return None if value is None else _Section(value, f"{self.name}.{field}")
-
-    def names(self, *fields: str) -> tuple[str, ...]:
-        """All strings of some lists."""
-        found: list[str] = []
-        for field in fields:
-            value = self.values.get(field) or []
-            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-                self.refuse(field, f"is {value!r}; it must be a list of names")
-            found += value
-        return tuple(found)
-
-    def only(self, known: str) -> None:
-        """Refuses fields that are set and not among the names in `known`."""
-        for field, value in self.values.items():
-            if value not in (None, False, {}, []) and field not in known.split():
-                self.refuse(field, f"is {value!r}; nobody knows here what it means")
 
 
 def read_quantization(values: dict[str, Any], folder: Path, family: str) -> QuantPlan | None:
@@ -87,11 +47,11 @@ def read_quantization(values: dict[str, Any], folder: Path, family: str) -> Quan
             raise ConfigError(
                 f"{own_path} cannot be read as JSON: {error}", param="model"
             ) from error
-        inner = _Section(own, own_path.name).section("quantization")
+        inner = Section(own, own_path.name).section("quantization")
         raw = {**(inner.values if inner else {}), "quant_method": "modelopt"}
     if raw is None:
         return None
-    section = _Section(raw, "quantization_config")
+    section = Section(raw, "quantization_config")
     if family == "gpt_oss" and section.values.get("quant_method") == "mxfp4":
         section.only("quant_method modules_to_not_convert")
         return None  # experts bring tensors of their own, and no linear layer is quantised
@@ -102,7 +62,11 @@ def read_quantization(values: dict[str, Any], folder: Path, family: str) -> Quan
     return plan
 
 
-def _fp8(section: _Section, folder: Path) -> QuantPlan:
+def _torchao(section: Section, folder: Path) -> QuantPlan:
+    return read_torchao(section)
+
+
+def _fp8(section: Section, folder: Path) -> QuantPlan:
     """DeepSeek's blocks of 128 x 128, and one scale a matrix."""
     section.only(
         "quant_method activation_scheme fmt weight_block_size ignored_layers "
@@ -133,7 +97,7 @@ def _fp8_tensor(*, is_static: bool) -> LinearScheme:
     return LinearScheme(format="fp8_tensor", activation_format=activation, layout="fp8")
 
 
-def _gptq(section: _Section, folder: Path) -> QuantPlan:
+def _gptq(section: Section, folder: Path) -> QuantPlan:
     section.only(
         "quant_method bits group_size desc_act sym checkpoint_format format lm_head damp_percent "
         "static_groups true_sequential model_name_or_path model_file_base_name meta quantizer "
@@ -158,7 +122,7 @@ def _gptq(section: _Section, folder: Path) -> QuantPlan:
     return QuantPlan(method="gptq", rules=((("Linear",), scheme),), ignored=ignored)
 
 
-def _awq(section: _Section, folder: Path) -> QuantPlan:
+def _awq(section: Section, folder: Path) -> QuantPlan:
     section.only(
         "quant_method bits group_size zero_point version modules_to_not_convert backend do_fuse "
         "fuse_max_seq_len modules_to_fuse exllama_config"
@@ -177,7 +141,7 @@ def _awq(section: _Section, folder: Path) -> QuantPlan:
     return QuantPlan(method="awq", rules=((("Linear",), scheme),), ignored=ignored)
 
 
-def _group_size(section: _Section, field: str) -> int:
+def _group_size(section: Section, field: str) -> int:
     """Columns that share a scale; 0 for all of them."""
     value = section.values.get(field)
     if value == -1:
@@ -192,7 +156,7 @@ def _scale_dtype(folder: Path, suffix: str) -> str:
     return first_dtype(folder, suffix) or "bfloat16"
 
 
-def _modelopt(section: _Section, folder: Path) -> QuantPlan:
+def _modelopt(section: Section, folder: Path) -> QuantPlan:
     section.only(
         "quant_method quant_algo kv_cache_quant_algo kv_cache_scheme group_size exclude_modules "
         "ignore producer config_groups"
@@ -214,7 +178,7 @@ def _modelopt(section: _Section, folder: Path) -> QuantPlan:
     )
 
 
-def _compressed_tensors(section: _Section, folder: Path) -> QuantPlan:
+def _compressed_tensors(section: Section, folder: Path) -> QuantPlan:
     section.only(
         "quant_method config_groups format ignore kv_cache_scheme quantization_status "
         "sparsity_config global_compression_ratio version"
@@ -248,7 +212,7 @@ def _compressed_tensors(section: _Section, folder: Path) -> QuantPlan:
 
 
 def _compressed_scheme(
-    group: _Section, packing: str | None, folder: Path
+    group: Section, packing: str | None, folder: Path
 ) -> tuple[LinearScheme, str]:
     """The scheme of one group, and what is to be said about it."""
     weights, inputs = group.section("weights"), group.section("input_activations")
@@ -287,7 +251,7 @@ def _compressed_scheme(
     weights.refuse("num_bits", f"is {kind[1]!r} of type {kind[0]!r}; supported are 4 and 8")
 
 
-def _compressed_fp8(weights: _Section, inputs: _Section | None) -> tuple[LinearScheme, str]:
+def _compressed_fp8(weights: Section, inputs: Section | None) -> tuple[LinearScheme, str]:
     weights.one_of("symmetric", None, True)
     strategy = weights.one_of("strategy", "tensor", "channel", "block")
     format, layout = {
@@ -319,7 +283,7 @@ def _compressed_fp8(weights: _Section, inputs: _Section | None) -> tuple[LinearS
 
 
 def _compressed_int8(
-    group: _Section, weights: _Section, inputs: _Section | None, packing: str | None
+    group: Section, weights: Section, inputs: Section | None, packing: str | None
 ) -> tuple[LinearScheme, str]:
     if packing != "int-quantized":
         group.refuse("format", f'is {packing!r}; 8-bit integers are "int-quantized"')
@@ -337,7 +301,7 @@ def _compressed_int8(
 
 
 def _compressed_fp4(
-    group: _Section, weights: _Section, packing: str | None
+    group: Section, weights: Section, packing: str | None
 ) -> tuple[LinearScheme, str]:
     note = "" if group.values.get("input_activations") is None else _WEIGHT_ONLY
     if packing == "nvfp4-pack-quantized":
@@ -351,11 +315,12 @@ def _compressed_fp4(
     group.refuse("format", f"is {packing!r}; 4-bit floats are nvfp4- or mxfp4-pack-quantized")
 
 
-_METHODS: dict[str, Callable[[_Section, Path], QuantPlan]] = {
+_METHODS: dict[str, Callable[[Section, Path], QuantPlan]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "awq": _awq,
     "gptq": _gptq,
+    "torchao": _torchao,
 }

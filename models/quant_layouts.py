@@ -129,6 +129,30 @@ def _scaled_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
     return PackedWeight(_widened(tensors["weight"], sizes.stored), scale)
 
 
+def _torchao_expected(dtype: torch.dtype) -> Callable[[Sizes], dict[str, Expected]]:
+    def expected(sizes: Sizes) -> dict[str, Expected]:
+        n, k = sizes.rows, sizes.columns
+        scales = ((n, 1), (n,), (1, 1), *SCALAR)
+        return {
+            "_weight_qdata": Expected(((n, k),), (dtype,)),
+            "_weight_scale": Expected(scales, FLOATS),
+            "_weight_zero_point": Expected(scales, (torch.int8, torch.int32), is_optional=True),
+        }
+
+    return expected
+
+
+def _torchao_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
+    zero = tensors.get("_weight_zero_point")
+    if zero is not None and bool(zero.any()):
+        raise ConfigError(
+            "its zero points are not 0: only symmetric weights are supported",
+            param="quantization_config",
+        )
+    renamed = {"weight": tensors["_weight_qdata"], "weight_scale": tensors["_weight_scale"]}
+    return _scaled_packed(sizes, renamed)
+
+
 def _blocks_expected(name: str) -> Callable[[Sizes], dict[str, Expected]]:
     def expected(sizes: Sizes) -> dict[str, Expected]:
         return {
@@ -301,5 +325,7 @@ LAYOUTS: dict[str, Layout] = {
     "mxfp4_packed": Layout(_fp4_expected("weight_packed"), _fp4_packed),
     "gptq": Layout(_gptq_expected, _gptq_packed(1)),
     "gptq_v2": Layout(_gptq_expected, _gptq_packed(0)),
+    "torchao_int8": Layout(_torchao_expected(torch.int8), _torchao_packed),
+    "torchao_fp8": Layout(_torchao_expected(E4M3), _torchao_packed),
     "awq": Layout(_awq_expected, _awq_packed),
 }

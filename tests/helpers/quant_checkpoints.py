@@ -216,6 +216,31 @@ def awq(size: int) -> Callable[[Tensor], Spelled]:
     return spell
 
 
+def torchao(values: Callable[[Tensor], Spelled]) -> Callable[[Tensor], Spelled]:
+    def spell(weight: Tensor) -> Spelled:
+        tensors, meant = values(weight)
+        q, scale = tensors["weight"], tensors["weight_scale"].float()
+        spelled = {"_weight_qdata": q, "_weight_scale": scale}
+        if q.dtype == torch.int8:
+            spelled["_weight_zero_point"] = torch.zeros(scale.shape, dtype=torch.int8)
+        return spelled, meant
+
+    return spell
+
+
+def torchao_config(kind: str, **data: Any) -> dict[str, Any]:
+    """As transformers 5 writes it."""
+    granularity = {"_data": {"dim": -1}, "_type": "PerRow", "_version": 1}
+    config = {"granularity": granularity, "set_inductor_config": True, **data}
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_data": config, "_type": kind, "_version": 2}},
+        "include_input_output_embeddings": False,
+        "modules_to_not_convert": None,
+        "untie_embedding_weights": False,
+    }
+
+
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 FP8 = {"num_bits": 8, "type": "float"}
@@ -316,6 +341,24 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Spelled], str]] = {
     "gptq_v2": (
         {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
         gptq(32, version=2, has_zero=True),
+        "",
+    ),
+    "torchao_int8": (
+        torchao_config(
+            "Int8DynamicActivationInt8WeightConfig",
+            act_mapping_type={"_data": "SYMMETRIC", "_type": "MappingType"},
+            reduce_range=False,
+            weight_only_decode=False,
+        ),
+        torchao(int8_channel),
+        "int8",
+    ),
+    "torchao_fp8": (
+        torchao_config(
+            "Float8WeightOnlyConfig",
+            weight_dtype={"_data": "float8_e4m3fn", "_type": "torch.dtype"},
+        ),
+        torchao(fp8_channel),
         "",
     ),
     "awq": (AWQ, awq(32), ""),

@@ -19,7 +19,13 @@ from compiled_engine.models.quant_linear import QuantLinear
 from compiled_engine.models.quant_plan import LinearScheme, QuantPlan, matches, online_plan
 from compiled_engine.models.weights import init_dummy_weights, load_weights
 from tests.helpers.quant_case import CPU, ONLINE, logits, quantized_layer, quantized_model
-from tests.helpers.quant_checkpoints import LAYOUTS, compressed_int4, fp8_channel, rewrite_quantized
+from tests.helpers.quant_checkpoints import (
+    LAYOUTS,
+    compressed_int4,
+    fp8_channel,
+    rewrite_quantized,
+    torchao_config,
+)
 from tests.helpers.tiny_model import write_tiny_model
 
 # Hidden 192 and 96 rows of k and v: blocks of 128 end in the middle of what is fused.
@@ -208,6 +214,9 @@ def in_inputs(layout: str, **fields: Any) -> dict[str, Any]:
         (in_weights("compressed_int8", symmetric=False), "symmetric is False"),
         (in_inputs("compressed_int8", dynamic=False), "dynamic is False"),
         (in_inputs("compressed_fp8_channel", num_bits=4), "num_bits is 4"),
+        (torchao_config("Int4WeightOnlyConfig"), "_type is 'Int4WeightOnlyConfig'"),
+        (torchao_config("Int8WeightOnlyConfig", granularity=None), "granularity is PerTensor"),
+        (torchao_config("Int8WeightOnlyConfig", group_size=32), "group_size is 32"),
         ("fp8", "quantization_config is 'fp8'; it must be an object"),
     ],
 )
