@@ -55,7 +55,7 @@ class EngineConfig:
         chunked_prefill_size: most tokens one step computes; None is 8192 on a GPU, 512 on a CPU.
         block_size: tokens of one KV page.
         kv_cache_dtype: of keys and values in the cache; "auto" is the computation's own, "fp8_e4m3"
-            halves the cache by a plain cast; GPU only.
+            halves the cache, with the checkpoint's scales if it has them; GPU only.
         max_total_tokens: tokens the KV pool holds; None sizes it from memory.
         gpu_memory_utilization: hard ceiling on the share of GPU memory the engine takes.
         enable_prefix_caching: reuse KV pages of equal prefixes.
