@@ -18,7 +18,6 @@ from compiled_engine.custom_ops.quant_pack import quantize_weight
 from compiled_engine.custom_ops.reference_quant import (
     ACTIVATION_FORMATS,
     BLOCK,
-    PACKED_FORMATS,
     WEIGHT_FORMATS,
 )
 
@@ -319,8 +318,3 @@ def dequantize(
 ) -> Tensor:
     """Values [n, size] of a quantised matrix; see `reference_quant.dequantize`."""
     return torch.ops.ce.dequantize.default(q, scale, zero, global_scale, format, size, dtype)
-
-
-def is_packed(format: str) -> bool:
-    """Whether a weight of the format holds two values in a byte."""
-    return format in PACKED_FORMATS
