@@ -29,13 +29,13 @@ from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import KernelRegistry
 from compiled_engine.errors import ConfigError
 from compiled_engine.passes import (
-    add_in_product,
     choose_kernels,
     decode_attention,
     fuse_add_rms_norm,
     fuse_linear,
     fuse_qk_norm_rope_kv,
     pattern,
+    use_library_op,
     use_linear_op,
 )
 from compiled_engine.passes.dump import GraphDump
@@ -50,7 +50,7 @@ from compiled_engine.passes.pattern import (
 FUSIONS: tuple[ModuleType, ...] = (
     decode_attention,
     fuse_linear,
-    add_in_product,
+    use_library_op,
     fuse_add_rms_norm,
     fuse_qk_norm_rope_kv,
     use_linear_op,
@@ -65,7 +65,7 @@ class PieceTraits:
     Attributes:
         is_decode: every token may be taken as a sequence of its own (`decode_attention`).
         is_few: never more tokens than the kernels for few rows take (`fuse_linear`);
-            the others take sums only (`add_in_product`).
+            the others give plain products to the library (`use_library_op`).
     """
 
     is_decode: bool = False
@@ -76,7 +76,7 @@ class PieceTraits:
         kept = {
             decode_attention.NAME: self.is_decode,
             fuse_linear.NAME: self.is_few,
-            add_in_product.NAME: not self.is_few,
+            use_library_op.NAME: not self.is_few,
         }
         return tuple(name for name, is_kept in kept.items() if not is_kept)
 
