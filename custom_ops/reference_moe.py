@@ -11,8 +11,6 @@ from torch import Tensor
 
 from compiled_engine.custom_ops.reference import linear, silu_and_mul
 
-# Values of the 16 codes of a 4-bit float with 2 exponent bits and 1 bit of mantissa.
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_GROUP = 32
 FP8_BLOCK = 128
 _E8M0_BIAS = 127
@@ -97,6 +95,16 @@ def activate(x: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
     return silu_and_mul(x) if activation == "silu" else swiglu_clamped(x, alpha, limit)
 
 
+def fp4_values(codes: Tensor) -> Tensor:
+    """Values, fp32, of int32 codes 0 to 15: a sign, two exponent bits and one of mantissa.
+
+    Without a table, which would have to be copied to the device.
+    """
+    exponent, mantissa = (codes >> 1) & 3, (codes & 1).float() * 0.5
+    normal = torch.ldexp(mantissa + 1, exponent - 1)
+    return torch.where(exponent == 0, mantissa, normal) * (1 - 2 * (codes >> 3)).float()
+
+
 def dequantize_expert(weight: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
     """The matrix [n, m] of one expert in `dtype`.
 
@@ -112,10 +120,8 @@ def dequantize_expert(weight: Tensor, scale: Tensor | None, fmt: str, dtype: tor
         return weight
     assert scale is not None, f"{fmt} needs scales"
     if fmt == "mxfp4":
-        magnitudes = torch.tensor(FP4_VALUES, device=weight.device)
-        table = torch.cat((magnitudes, -magnitudes))
         codes = torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
-        groups = table[codes.int()].unflatten(-1, (-1, MXFP4_GROUP))
+        groups = fp4_values(codes.int()).unflatten(-1, (-1, MXFP4_GROUP))
         exponents = scale.int() - _E8M0_BIAS
         return torch.ldexp(groups, exponents.unsqueeze(-1)).flatten(-2).to(dtype)
     assert fmt == "fp8_block", fmt
