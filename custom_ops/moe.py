@@ -231,7 +231,13 @@ def experts_cpu(
     format: str,
     impl: str = "",
 ) -> Tensor:
-    """Each chosen expert once, over the tokens that chose it; arguments as `reference_moe`'s."""
+    """Each chosen expert once, over the tokens that chose it; arguments as `reference_moe`'s.
+
+    Raises:
+        ValueError: `impl` is none that runs here.
+    """
+    if impl not in ("", "grouped", "torch"):
+        raise ValueError(f"experts: {impl} does not run on a CPU; grouped and torch do")
     if impl == "torch":
         arguments = (x, gate_up, down, gate_up_bias, down_bias, weights, ids, order, offsets)
         options = (activation, alpha, limit, gate_up_scale, down_scale, format)
