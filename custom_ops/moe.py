@@ -16,6 +16,7 @@ from torch import Tensor
 from compiled_engine.custom_ops import reference_moe
 from compiled_engine.custom_ops.gemm import linear_cpu
 from compiled_engine.custom_ops.library import LIBRARY, define_op
+from compiled_engine.custom_ops.moe_cuda import experts_cuda, route_cuda
 
 FORMATS = ("", "mxfp4", "fp8_block")
 
@@ -264,6 +265,8 @@ def experts_cpu(
 
 
 LIBRARY.impl("experts", experts_cpu, "CPU")
+LIBRARY.impl("route", route_cuda, "CUDA")
+LIBRARY.impl("experts", experts_cuda, "CUDA")
 
 
 def route(

@@ -116,11 +116,13 @@ class PassPipeline(CustomGraphPass):
         self.on_pass = on_pass
         self.dump = dump
         self.registry = registry or make_registry()
+        if self.registry.override("route", "top_k") == "torch":
+            self.kept_ops -= {"route"}
         names = tuple(m.NAME for m in self.fusions)
-        self._fingerprint = _fingerprint(names, kept_ops, self.registry)
+        self._fingerprint = _fingerprint(names, self.kept_ops, self.registry)
         pure = [op for op in ALL_OPS if op.is_expandable and op.functional_reference is None]
         self._expanders = [
-            (op, expander(op.overload, op.reference)) for op in pure if op.name not in kept_ops
+            (op, expander(op.overload, op.reference)) for op in pure if op.name not in self.kept_ops
         ]
 
     def __call__(self, graph: Graph) -> None:
