@@ -25,7 +25,7 @@ from compiled_engine.custom_ops.gemm_choice import (
     why_mma_is_slower,
     why_wide_is_slower,
 )
-from compiled_engine.custom_ops.gemm_library import add_product, has_cublaslt
+from compiled_engine.custom_ops.gemm_library import MIN_TIMED_TOKENS, has_cublaslt, library_product
 from compiled_engine.custom_ops.gemm_mma import MAX_TOKENS as MAX_MMA_TOKENS
 from compiled_engine.custom_ops.gemm_mma import mma_rejects
 from compiled_engine.custom_ops.gemm_wide import MAX_TOKENS as MAX_WIDE_TOKENS
@@ -191,10 +191,10 @@ def _rejects_wide(traits: Traits) -> str | None:
 
 def _rejects_cublaslt(traits: Traits) -> str | None:
     """What the direct call of the library is not for, or cannot take."""
-    is_sum = traits["has_residual"] and not traits["has_bias"] and not traits["is_gated"]
+    is_plain = not traits["has_bias"] and not traits["is_gated"]
     rules = (
         (traits["has_cublaslt"], "needs the cuBLAS that torch for CUDA comes with"),
-        (is_sum, "is for products that add a residual, without bias and gate"),
+        (is_plain, "adds no bias and has no gate"),
         (traits["has_one_dtype"], "needs the same dtype for all tensors"),
         (traits["is_weight_contiguous"], "needs a contiguous weight"),
         (traits["is_last_dim_contiguous"], "needs a contiguous last dim of x and residual"),
@@ -204,6 +204,13 @@ def _rejects_cublaslt(traits: Traits) -> str | None:
         ),
     )
     return next((reason for is_met, reason in rules if not is_met), None)
+
+
+def _why_cublaslt_is_slower(traits: Traits) -> str | None:
+    """The reason to leave the call to torch."""
+    if traits["has_residual"] or traits["num_tokens"] >= MIN_TIMED_TOKENS:
+        return None
+    return f"is the same as library without a residual below {MIN_TIMED_TOKENS} tokens"
 
 
 def _rejects_library(traits: Traits) -> str | None:
@@ -259,6 +266,7 @@ CANDIDATES = (
         min_arch=80,
         dtypes=(torch.bfloat16, torch.float16),
         rejects=_rejects_cublaslt,
+        slower=_why_cublaslt_is_slower,
         tags=("a kernel for the norm", "reads the residual where it is"),
     ),
     Candidate(
@@ -284,8 +292,8 @@ def _library_product(operands: gemm_skinny.Operands, *, is_direct: bool) -> Tens
     x, weight, bias, norm_weight, eps, residual, is_gated = operands
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
-    if residual is not None and is_direct:
-        return add_product(residual, x, weight)
+    if is_direct:
+        return library_product(residual, x, weight)
     if residual is not None and bias is None and not is_gated:
         return torch.addmm(residual, x, weight.T)
     y = torch.nn.functional.linear(x, weight, bias)

@@ -1,14 +1,17 @@
-"""A matrix product of the library that adds a residual as it writes: `residual + x @ weight.T`.
+"""A matrix product of the library, called directly: `residual + x @ weight.T`, or without a sum.
 
 `torch.addmm` copies the residual to the result first and lets the library add to that copy. The
-library itself reads the addend from where it is, so it is called directly: one pass over memory
-less. Which of its kernels runs is its own choice, made once a shape.
+library itself reads the addend from where it is: one pass over memory less. With few tokens its
+own choice of a kernel runs; with many, where the first call pays for it, the kernels that it
+proposes are timed on the operands of the first call of a shape, and the fastest stays.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,11 @@ from torch import Tensor
 
 # What the library may use beside the operands, bytes; its kernels that split the columns need it.
 WORKSPACE_BYTES = 32 * 1024**2
+# Tokens from which proposals are timed: a product takes much longer than its launch then.
+MIN_TIMED_TOKENS = 2048
+NUM_TIMED = 8
+# A proposal must be faster than the library's first one by this share: times vary.
+MIN_GAIN = 0.02
 # Shapes whose kernel is remembered: sizes of a captured step, and of prompts in parts.
 MAX_PLANS = 4096
 
@@ -49,7 +57,10 @@ class _Heuristic(ctypes.Structure):
 
 
 class _Shape(NamedTuple):
-    """What a plan is made for: sizes, strides of rows in values, dtype, index of the device."""
+    """What a plan is made for: sizes, strides of rows in values, dtype, index of the device.
+
+    `residual_stride` is 0 without a residual.
+    """
 
     num_tokens: int
     rows: int
@@ -60,15 +71,27 @@ class _Shape(NamedTuple):
     device: int
 
 
-class _Plan(NamedTuple):
-    """Descriptors of a product of one shape, and the kernel; both live as long as the process."""
+@dataclass
+class _Plan:
+    """Descriptors of a product of one shape, and kernels for it, the one to run first.
+
+    All live as long as the process.
+    """
 
     product: ctypes.c_void_p
-    weight: ctypes.c_void_p
-    x: ctypes.c_void_p
-    residual: ctypes.c_void_p
-    out: ctypes.c_void_p
-    algorithm: _Algorithm
+    layouts: tuple[ctypes.c_void_p, ...]
+    algorithms: list[_Algorithm]
+    is_timed: bool
+
+
+class _Call(NamedTuple):
+    """Operands of one product; `residual` is `out` itself where nothing is added."""
+
+    weight: Tensor
+    x: Tensor
+    residual: Tensor
+    out: Tensor
+    addend: float
 
 
 @functools.cache
@@ -83,12 +106,12 @@ def has_cublaslt() -> bool:
     return True
 
 
-def add_product(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def library_product(residual: Tensor | None, x: Tensor, weight: Tensor) -> Tensor:
     """`residual + x @ weight.T`, the sum rounded once.
 
     Args:
         residual: [T, n] bf16 or fp16 on a GPU, last dim contiguous; as all of them, with rows at
-            multiples of `ALIGNMENT_BYTES`.
+            multiples of `ALIGNMENT_BYTES`. None adds nothing.
         x: [T, k] of the same dtype, last dim contiguous.
         weight: [n, k] of the same dtype, contiguous.
 
@@ -102,33 +125,54 @@ def add_product(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     out = x.new_empty(num_tokens, weight.shape[0])
     if num_tokens == 0:
         return out
+    stride = 0 if residual is None else residual.stride(0)
     device = x.device.index
-    shape = _Shape(
-        num_tokens, weight.shape[0], size, x.stride(0), residual.stride(0), x.dtype, device
-    )
-    plan = _plan(shape)
+    plan = _plan(_Shape(num_tokens, weight.shape[0], size, x.stride(0), stride, x.dtype, device))
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
-    one = ctypes.c_float(1.0)
+    if residual is None:
+        call = _Call(weight, x, out, out, 0.0)
+    else:
+        call = _Call(weight, x, residual, out, 1.0)
+    if not plan.is_timed and not torch.cuda.is_current_stream_capturing():
+        plan.algorithms = [_fastest(plan, call, workspace)]
+        plan.is_timed = True
+    _multiply(plan, plan.algorithms[0], call, workspace)
+    return out
+
+
+def _multiply(plan: _Plan, algorithm: _Algorithm, call: _Call, workspace: Tensor) -> None:
+    operands: list[ctypes.c_void_p] = []
+    one, addend = ctypes.c_float(1.0), ctypes.c_float(call.addend)
+    for tensor, layout in zip(call[:4], plan.layouts, strict=True):
+        operands += [ctypes.c_void_p(tensor.data_ptr()), layout]
     status = _library().cublasLtMatmul(
-        _handle(device),
+        _handle(call.x.device.index),
         plan.product,
         ctypes.byref(one),
-        ctypes.c_void_p(weight.data_ptr()),
-        plan.weight,
-        ctypes.c_void_p(x.data_ptr()),
-        plan.x,
-        ctypes.byref(one),
-        ctypes.c_void_p(residual.data_ptr()),
-        plan.residual,
-        ctypes.c_void_p(out.data_ptr()),
-        plan.out,
-        ctypes.byref(plan.algorithm),
+        *operands[:4],
+        ctypes.byref(addend),
+        *operands[4:],
+        ctypes.byref(algorithm),
         ctypes.c_void_p(workspace.data_ptr()),
         ctypes.c_size_t(WORKSPACE_BYTES),
-        ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+        ctypes.c_void_p(torch.cuda.current_stream(call.x.device).cuda_stream),
     )
     _check(status, "cublasLtMatmul")
-    return out
+
+
+def _fastest(plan: _Plan, call: _Call, workspace: Tensor) -> _Algorithm:
+    """The kernel with the shortest of three times, if it is well ahead of the first one's."""
+    times = []
+    for algorithm in plan.algorithms:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
+        for event in events:
+            _multiply(plan, algorithm, call, workspace)
+            event.record()
+        events[-1].synchronize()
+        times.append(min(a.elapsed_time(b) for a, b in itertools.pairwise(events[1:])))
+    best = min(range(len(times)), key=times.__getitem__)
+    is_ahead = times[best] < (1 - MIN_GAIN) * times[0]
+    return plan.algorithms[best if is_ahead else 0]
 
 
 @functools.cache
@@ -165,14 +209,17 @@ def _plan(shape: _Shape) -> _Plan:
         product, _TRANSPOSE_A, ctypes.byref(transposed), ctypes.c_size_t(4)
     )
     _check(status, "cublasLtMatmulDescSetAttribute")
-    weight = _layout(shape, shape.size, shape.rows, shape.size)
-    x = _layout(shape, shape.size, shape.num_tokens, shape.x_stride)
-    residual = _layout(shape, shape.rows, shape.num_tokens, shape.residual_stride)
-    out = _layout(shape, shape.rows, shape.num_tokens, shape.rows)
-    found = proposals(shape.device, product, (weight, x, residual, out), 1)
+    layouts = (
+        _layout(shape, shape.size, shape.rows, shape.size),
+        _layout(shape, shape.size, shape.num_tokens, shape.x_stride),
+        _layout(shape, shape.rows, shape.num_tokens, shape.residual_stride or shape.rows),
+        _layout(shape, shape.rows, shape.num_tokens, shape.rows),
+    )
+    is_timed = shape.num_tokens < MIN_TIMED_TOKENS
+    found = _proposals(shape.device, product, layouts, 1 if is_timed else NUM_TIMED)
     if not found:
         raise RuntimeError(f"the library has no kernel for {shape}")
-    return _Plan(product, weight, x, residual, out, found[0])
+    return _Plan(product, layouts, found, is_timed)
 
 
 def _layout(shape: _Shape, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
@@ -189,7 +236,7 @@ def _layout(shape: _Shape, rows: int, columns: int, stride: int) -> ctypes.c_voi
     return layout
 
 
-def proposals(
+def _proposals(
     device: int,
     product: ctypes.c_void_p,
     layouts: tuple[ctypes.c_void_p, ...],

@@ -16,6 +16,7 @@ from torch import Tensor
 from compiled_engine.custom_ops import reference_moe
 from compiled_engine.custom_ops.gemm import linear_cpu
 from compiled_engine.custom_ops.library import LIBRARY, define_op
+from compiled_engine.custom_ops.moe_cuda import experts_cuda, route_cuda
 
 FORMATS = ("", "mxfp4", "fp8_block")
 
@@ -231,7 +232,13 @@ def experts_cpu(
     format: str,
     impl: str = "",
 ) -> Tensor:
-    """Each chosen expert once, over the tokens that chose it; arguments as `reference_moe`'s."""
+    """Each chosen expert once, over the tokens that chose it; arguments as `reference_moe`'s.
+
+    Raises:
+        ValueError: `impl` is none that runs here.
+    """
+    if impl not in ("", "grouped", "torch"):
+        raise ValueError(f"experts: {impl} does not run on a CPU; grouped and torch do")
     if impl == "torch":
         arguments = (x, gate_up, down, gate_up_bias, down_bias, weights, ids, order, offsets)
         options = (activation, alpha, limit, gate_up_scale, down_scale, format)
@@ -258,6 +265,8 @@ def experts_cpu(
 
 
 LIBRARY.impl("experts", experts_cpu, "CPU")
+LIBRARY.impl("route", route_cuda, "CUDA")
+LIBRARY.impl("experts", experts_cuda, "CUDA")
 
 
 def route(

@@ -1,11 +1,165 @@
-"""Which implementations serve `route` and `experts`, and why others cannot."""
+"""Which kernels serve `route` and `experts`, why others cannot, and the sizes they run with.
+
+What is fastest was measured on an H200, with the weights of Qwen3-30B-A3B and gpt-oss-20b.
+"""
 
 from __future__ import annotations
 
-from compiled_engine.custom_ops.registry import Candidate, Priority
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_engine.custom_ops.moe_config import PairTilesConfig, RowsConfig, StreamConfig
+from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits, best_of
+
+# Of a router, that its kernels take.
+MAX_EXPERTS = 1024
+MAX_GROUPS = 64
+# Tokens up to which pairs are computed on their own.
+MAX_ROWS_TOKENS = 1
+# The same where somebody asks for it by name.
+MAX_ROWS_PAIRS = 4096
+# Tokens up to which the weights of an expert are read once for all of its pairs.
+MAX_STREAM_TOKENS = 512
+_FP8_BLOCK = 128
+_MXFP4_GROUP = 32
+
+
+def route_traits(logits: Tensor, num_groups: int) -> dict[str, int]:
+    """The traits of these arguments of `route` that `CANDIDATES` look at."""
+    return {"num_experts": logits.shape[1], "num_groups": num_groups}
+
+
+def _rejects_route(traits: Traits) -> str | None:
+    if traits["num_experts"] > MAX_EXPERTS:
+        return f"takes {MAX_EXPERTS} experts, not {traits['num_experts']}"
+    if traits["num_groups"] > MAX_GROUPS:
+        return f"takes {MAX_GROUPS} groups, not {traits['num_groups']}"
+    return None
+
+
+def experts_traits(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    biases: tuple[Tensor | None, Tensor | None],
+    activation: str,
+    format: str,
+) -> dict[str, int]:
+    """The traits of these arguments of `experts` that `CANDIDATES` look at."""
+    others = [t for t in biases if t is not None]
+    if format == "":
+        others += [gate_up, down]
+    return {
+        "num_tokens": x.shape[0],
+        "num_experts": gate_up.shape[0],
+        "top_k": ids.shape[1],
+        "size": x.shape[1],
+        "inner_size": gate_up.shape[1] // 2,
+        "has_bias": biases[0] is not None,
+        "has_both_biases": (biases[0] is None) == (biases[1] is None),
+        "is_silu": activation == "silu",
+        "is_plain": format == "",
+        "is_mxfp4": format == "mxfp4",
+        "has_one_dtype": all(t.dtype == x.dtype for t in others),
+        "is_contiguous": gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == 1,
+        "is_bf16": x.dtype == torch.bfloat16,
+    }
+
+
+def _rejects(traits: Traits) -> str | None:
+    """What no kernel of ours takes."""
+    rules = (
+        (traits["has_one_dtype"], "needs the same dtype for x, biases and plain weights"),
+        (traits["has_both_biases"], "needs a bias of both products or of none"),
+        (traits["is_contiguous"], "needs contiguous weights, and packed rows of x"),
+        (
+            not traits["is_mxfp4"]
+            or (traits["size"] % _MXFP4_GROUP == 0 and traits["inner_size"] % _MXFP4_GROUP == 0),
+            f"needs whole groups of {_MXFP4_GROUP} values",
+        ),
+    )
+    return next((reason for is_met, reason in rules if not is_met), None)
+
+
+def _rejects_rows(traits: Traits) -> str | None:
+    pairs = traits["num_tokens"] * traits["top_k"]
+    if pairs > MAX_ROWS_PAIRS:
+        return f"takes {MAX_ROWS_PAIRS} pairs of token and expert, not {pairs}"
+    return _rejects(traits)
+
+
+def _why_rows_are_slower(traits: Traits) -> str | None:
+    if traits["num_tokens"] > MAX_ROWS_TOKENS:
+        return "reads weights again for every pair"
+    return None
+
+
+def _why_stream_is_slower(traits: Traits) -> str | None:
+    if traits["num_tokens"] > MAX_STREAM_TOKENS:
+        return "reads weights again for every few pairs"
+    return None
+
+
+def _rejects_library(traits: Traits) -> str | None:
+    rules = (
+        (traits["is_plain"] and traits["is_bf16"], "takes plain weights in bf16"),
+        (traits["is_silu"] and not traits["has_bias"], "takes silu, and no bias"),
+        (traits["has_one_dtype"], "needs the same dtype for x and weights"),
+        (traits["size"] % 8 == 0 and traits["inner_size"] % 8 == 0, "needs sizes in eights"),
+    )
+    return next((reason for is_met, reason in rules if not is_met), None)
+
+
+def _on_gpu(name: str, priority: Priority, **rules: Any) -> Candidate:
+    rules.setdefault("rejects", _rejects)
+    return Candidate(
+        family="experts",
+        mode="grouped",
+        name=name,
+        priority=priority,
+        device_type="cuda",
+        min_arch=80,
+        dtypes=(torch.bfloat16, torch.float16),
+        **rules,
+    )
+
 
 CANDIDATES: tuple[Candidate, ...] = (
+    Candidate(
+        family="route",
+        mode="top_k",
+        name="triton",
+        priority=Priority.TUNED,
+        device_type="cuda",
+        min_arch=80,
+        rejects=_rejects_route,
+        tags=("scores, choice and sort in one kernel, in two for many tokens",),
+    ),
     Candidate(family="route", mode="top_k", name="torch", priority=Priority.REFERENCE),
+    _on_gpu(
+        "rows",
+        Priority.SPECIALIZED,
+        rejects=_rejects_rows,
+        slower=_why_rows_are_slower,
+        tags=("each pair on its own",),
+    ),
+    _on_gpu(
+        "stream",
+        Priority.SPECIALIZED,
+        slower=_why_stream_is_slower,
+        tags=("weights of experts in use once",),
+    ),
+    _on_gpu("tiles", Priority.TUNED, tags=("tiles of sorted pairs",)),
+    _on_gpu(
+        "library",
+        Priority.PORTABLE,
+        rejects=_rejects_library,
+        tags=("the library's grouped product", "not for captured graphs of few tokens"),
+    ),
     Candidate(
         family="experts",
         mode="grouped",
@@ -22,3 +176,82 @@ CANDIDATES: tuple[Candidate, ...] = (
         tags=("every token through every expert",),
     ),
 )
+
+
+def route_kernel(target: Target, dtype: torch.dtype, traits: Traits) -> str:
+    """The best candidate's name for `route`."""
+    found = [c for c in CANDIDATES if c.family == "route"]
+    return best_of([c for c in found if c.rejection(target, dtype, traits) is None], traits).name
+
+
+def select_experts(kernel: str, target: Target, dtype: torch.dtype, traits: Traits) -> str:
+    """`kernel` if it can serve, or the best candidate's name if that is empty.
+
+    Raises:
+        ValueError: `kernel` is unknown or cannot serve; says why.
+    """
+    found = [c for c in CANDIDATES if c.family == "experts"]
+    reasons = {c.name: c.rejection(target, dtype, traits) for c in found}
+    if kernel not in ("", *reasons):
+        raise ValueError(f"experts has no kernel {kernel}; there are {', '.join(reasons)}")
+    if kernel and reasons[kernel] is not None:
+        raise ValueError(f"experts: kernel {kernel} {reasons[kernel]}")
+    return kernel or best_of([c for c in found if reasons[c.name] is None], traits).name
+
+
+# By products, first and second.
+_ROWS = (RowsConfig(2, 2048, 1, 8), RowsConfig(4, 256, 24, 4))
+_ROWS_MXFP4 = (RowsConfig(2, 1024, 3, 4), RowsConfig(4, 1024, 12, 4))
+# By pairs of an expert to expect, up to.
+_STREAM = {
+    2: (StreamConfig(64, 8, 128, 4, 4), StreamConfig(64, 8, 128, 4, 4)),
+    4: (StreamConfig(64, 16, 128, 4, 4), StreamConfig(64, 16, 128, 4, 4)),
+    16: (StreamConfig(128, 32, 64, 4, 4), StreamConfig(64, 32, 128, 3, 4)),
+}
+_STREAM_MORE = (StreamConfig(128, 64, 64, 4, 4), StreamConfig(128, 64, 64, 4, 4))
+# By pairs of an expert to expect, up to.
+_TILES = {
+    64: (
+        PairTilesConfig(64, 64, 64, 4, 4, True),
+        PairTilesConfig(64, 128, 64, 4, 4, True),
+    ),
+}
+_TILES_MORE = (
+    PairTilesConfig(128, 128, 64, 4, 8, True),
+    PairTilesConfig(128, 256, 64, 4, 8, True),
+)
+_TILES_PACKED = (
+    PairTilesConfig(128, 128, 64, 3, 8),
+    PairTilesConfig(128, 128, 64, 3, 8),
+)
+
+
+def pick_rows(traits: Traits) -> tuple[RowsConfig, RowsConfig]:
+    """The sizes of the kernels of pairs on their own."""
+    if traits["is_mxfp4"]:
+        return _ROWS_MXFP4
+    if traits["is_plain"]:
+        return _ROWS
+    first, second = (replace(config, block=_FP8_BLOCK) for config in _ROWS)
+    return first, second
+
+
+def _pairs_of_expert(traits: Traits) -> float:
+    return traits["num_tokens"] * traits["top_k"] / traits["num_experts"]
+
+
+def pick_stream(traits: Traits) -> tuple[StreamConfig, StreamConfig]:
+    """The sizes of the kernels that stream weights."""
+    pairs = _pairs_of_expert(traits)
+    return next((c for most, c in _STREAM.items() if pairs <= most), _STREAM_MORE)
+
+
+def pick_tiles(traits: Traits) -> tuple[PairTilesConfig, PairTilesConfig]:
+    """The sizes of the kernels over tiles of sorted pairs."""
+    if not traits["is_plain"]:
+        return _TILES_PACKED
+    pairs = _pairs_of_expert(traits)
+    first, second = next((c for most, c in _TILES.items() if pairs <= most), _TILES_MORE)
+    if traits["size"] % 8 or traits["inner_size"] % 8:  # rows of descriptors start at 16 bytes
+        first, second = (replace(config, has_descriptors=False) for config in (first, second))
+    return first, second

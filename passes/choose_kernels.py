@@ -4,23 +4,32 @@
     after:   o = ce.paged_attention(q, ..., impl="triton")
 
 The registry decides from device, dtype and shapes, once, while the graph is traced. Where a choice
-depends on a size that varies within the graph (`fused_linear` for few tokens, products with
-quantised weights), the op itself takes the best for each size, unless an option names one.
+depends on a size that varies within the graph (`fused_linear` for few tokens, `experts`, products
+with quantised weights), the op itself takes the best for each size, unless an option names one.
+`route` has no such argument: its choice is looked at here, and `--kernel route=torch` takes the op
+out of the graph.
 Conditions: none. Numerics: as the chosen kernel's.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compiled_engine.custom_ops.attention_choice import attention_traits
 from compiled_engine.custom_ops.gemm import fused_linear_traits
+from compiled_engine.custom_ops.moe_choice import route_traits
+from compiled_engine.custom_ops.moe_cuda import traits_of
+from compiled_engine.custom_ops.moe_operands import ExpertOperands
 from compiled_engine.custom_ops.quant_choice import quantized_linear_traits, scaled_linear_traits
 from compiled_engine.custom_ops.quant_packed import QuantOperands
 from compiled_engine.custom_ops.registry import KernelRegistry, Target, Traits
 from compiled_engine.passes.pattern import Graph, Node, calls
 
 NAME = "choose_kernels"
+_NUM_OPERANDS = len(ExpertOperands._fields)
+_NUM_GROUPS = 5  # place among the arguments of `route`
 
 
 def apply(graph: Graph, registry: KernelRegistry) -> int:
@@ -40,10 +49,17 @@ def apply(graph: Graph, registry: KernelRegistry) -> int:
         matches += 1
     for node in calls(graph, torch.ops.ce.fused_linear.default):
         matches += _choose_linear(node, registry)
+    for node in calls(graph, torch.ops.ce.experts.default):
+        matches += _choose_experts(node, registry)
     for node in calls(graph, torch.ops.ce.quantized_linear.default):
         matches += _choose_quantized(node, registry)
     for node in calls(graph, torch.ops.ce.scaled_linear.default):
         matches += _choose_scaled(node, registry)
+    for node in calls(graph, torch.ops.ce.route.default):
+        logits = _value(node.args[0])
+        traits = route_traits(logits, int(node.args[_NUM_GROUPS]))  # type: ignore[arg-type]
+        if all(isinstance(value, int) for value in traits.values()):
+            registry.choose("route", "top_k", Target.of(logits.device), logits.dtype, traits)
     return matches
 
 
@@ -87,6 +103,22 @@ def _take_best(
 ) -> bool:
     """The registry's choice for a target and dtype, those of `x`."""
     choice = registry.choose(*place, Target.of(x.device), x.dtype, traits)
+    node.update_kwarg("impl", choice.candidate.name)
+    return True
+
+
+def _choose_experts(node: Node, registry: KernelRegistry) -> bool:
+    arguments: list[Any] = [_value(argument) for argument in node.args[:_NUM_OPERANDS]]
+    operands = ExpertOperands(*arguments)
+    x = operands.x
+    if not isinstance(x.shape[0], int):
+        wanted = registry.override("experts", "grouped")
+        if wanted is None:
+            return False
+        node.update_kwarg("impl", wanted)
+        return True
+    traits = traits_of(operands)
+    choice = registry.choose("experts", "grouped", Target.of(x.device), x.dtype, traits)
     node.update_kwarg("impl", choice.candidate.name)
     return True
 

@@ -54,19 +54,20 @@ def apply(graph: Graph) -> int:
     return matches
 
 
-def fuse_sums(graph: Graph) -> int:
-    """Only residuals, of products without a bias; returns how many became part of a product."""
+def use_plain(graph: Graph) -> int:
+    """Products without a bias, with a residual at most; returns how many became the op."""
     matches = 0
     for node in calls(graph, torch.ops.aten.mm.default):
         product = _product(node)
-        if product is None or len(node.users) != 1:
+        if product is None:
             continue
-        (user,) = node.users
-        residual = other_addend(user, node)
-        if residual is not None:
-            arguments = (product.x, product.weight, None, None, 0.0, residual, False)
-            _put(graph, user, arguments, node)
-            matches += 1
+        output, residual = node, None
+        if len(node.users) == 1:
+            (user,) = node.users
+            residual = other_addend(user, node)
+            output = node if residual is None else user
+        _put(graph, output, (product.x, product.weight, None, None, 0.0, residual, False), node)
+        matches += 1
     return matches
 
 

@@ -31,7 +31,6 @@ from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import KernelRegistry
 from compiled_engine.errors import ConfigError
 from compiled_engine.passes import (
-    add_in_product,
     choose_kernels,
     decode_attention,
     fuse_add_rms_norm,
@@ -43,6 +42,7 @@ from compiled_engine.passes import (
     lower_scaled_linear,
     pattern,
     quant_pattern,
+    use_library_op,
     use_linear_op,
 )
 from compiled_engine.passes.dump import GraphDump
@@ -59,7 +59,7 @@ FUSIONS: tuple[ModuleType, ...] = (
     lower_quantized_linear,
     lower_scaled_linear,
     fuse_linear,
-    add_in_product,
+    use_library_op,
     fuse_add_rms_norm,
     fuse_norm_quant,
     fuse_silu_quant,
@@ -77,7 +77,8 @@ class PieceTraits:
     Attributes:
         is_decode: every token may be taken as a sequence of its own (`decode_attention`).
         is_few: never more tokens than the kernels for few rows take (`fuse_linear`,
-            `lower_quantized_linear`); the others take sums only (`add_in_product`).
+            `lower_quantized_linear`); the others give plain products to the library
+            (`use_library_op`).
     """
 
     is_decode: bool = False
@@ -89,7 +90,7 @@ class PieceTraits:
             decode_attention.NAME: self.is_decode,
             fuse_linear.NAME: self.is_few,
             lower_quantized_linear.NAME: self.is_few,
-            add_in_product.NAME: not self.is_few,
+            use_library_op.NAME: not self.is_few,
         }
         return tuple(name for name, is_kept in kept.items() if not is_kept)
 
@@ -130,11 +131,13 @@ class PassPipeline(CustomGraphPass):
         self.on_pass = on_pass
         self.dump = dump
         self.registry = registry or make_registry()
+        if self.registry.override("route", "top_k") == "torch":
+            self.kept_ops -= {"route"}
         names = tuple(m.NAME for m in (*self.fusions, *self.late_passes))
-        self._fingerprint = _fingerprint(names, kept_ops, self.registry)
+        self._fingerprint = _fingerprint(names, self.kept_ops, self.registry)
         pure = [op for op in ALL_OPS if op.is_expandable and op.functional_reference is None]
         self._expanders = [
-            (op, expander(op.overload, op.reference)) for op in pure if op.name not in kept_ops
+            (op, expander(op.overload, op.reference)) for op in pure if op.name not in self.kept_ops
         ]
 
     def __call__(self, graph: Graph) -> None:

@@ -122,7 +122,7 @@ def test_choice_of_mma_leaves_the_others_behind():
         "tile": "ranks below mma",
         "hopper": "ranks below mma",
         "wide": "takes 9 to 128 tokens, not 4",
-        "cublaslt": "is for products that add a residual, without bias and gate",
+        "cublaslt": "is the same as library without a residual below 2048 tokens",
         "library": "ranks below mma",
         "torch": "ranks below mma",
     }

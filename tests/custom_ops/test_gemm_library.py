@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops import gemm
-from compiled_engine.custom_ops.gemm_library import add_product
+from compiled_engine.custom_ops.gemm_library import library_product
+from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import Target
 from tests.helpers.fused_linear import Product
 
-SIZES = [(1, 8, 8), (3, 24, 40), (33, 128, 96), (200, 4096, 4096), (129, 4096, 12288), (0, 8, 16)]
+SIZES = [
+    (1, 8, 8),
+    (3, 24, 40),
+    (33, 128, 96),
+    (200, 4096, 4096),
+    (129, 4096, 12288),
+    (2048, 512, 1024),  # kernels are timed
+    (0, 8, 16),
+]
 
 
 def made(num_tokens: int, rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -38,24 +47,31 @@ def check(got: Tensor, residual: Tensor, x: Tensor, weight: Tensor) -> None:
 def test_sum_is_rounded_once(sizes: tuple[int, int, int], dtype: torch.dtype):
     residual, x, weight = made(*sizes, dtype)
     before = residual.clone()
-    check(add_product(residual, x, weight), residual, x, weight)
+    check(library_product(residual, x, weight), residual, x, weight)
     assert torch.equal(residual, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [5, 2500])
+def test_product_alone(num_tokens: int):
+    residual, x, weight = made(num_tokens, 48, 64, torch.bfloat16)
+    check(library_product(None, x, weight), torch.zeros_like(residual), x, weight)
 
 
 @pytest.mark.gpu
 def test_operands_may_be_parts_of_wider_tensors():
     residual, x, weight = made(37, 48, 64, torch.bfloat16)
     wide_x, wide_residual = torch.cat((x, x), 1), torch.cat((residual, residual), 1)
-    check(add_product(wide_residual[:, 48:], wide_x[:, 64:], weight), residual, x, weight)
+    check(library_product(wide_residual[:, 48:], wide_x[:, 64:], weight), residual, x, weight)
 
 
 @pytest.mark.gpu
 def test_captured_product_reads_new_operands():
     residual, x, weight = made(40, 64, 64, torch.bfloat16)
-    add_product(residual, x, weight)  # the library's own start
+    library_product(residual, x, weight)  # the library's own start
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = add_product(residual, x, weight)
+        out = library_product(residual, x, weight)
     for _ in range(2):
         x.normal_()
         residual.normal_()
@@ -79,9 +95,8 @@ def test_op_equals_its_twin(has_norm: bool):
 @pytest.mark.parametrize(
     ("parts", "change", "reason"),
     [
-        ("", {}, "is for products that add a residual, without bias and gate"),
-        ("br", {}, "is for products that add a residual, without bias and gate"),
-        ("rg", {}, "is for products that add a residual, without bias and gate"),
+        ("br", {}, "adds no bias and has no gate"),
+        ("g", {}, "adds no bias and has no gate"),
         ("r", {"has_cublaslt": 0}, "needs the cuBLAS that torch for CUDA comes with"),
         ("r", {"is_residual_aligned": 0}, "needs rows of all tensors at multiples of 16 bytes"),
         ("r", {"rows": 100}, "needs rows of all tensors at multiples of 16 bytes"),
@@ -93,3 +108,11 @@ def test_refusal_says_why(parts: str, change: dict[str, int], reason: str):
     traits = {**Product(4096, 4096, parts).traits(200), **change}
     with pytest.raises(ValueError, match=f"kernel cublaslt {reason}"):
         gemm.select_kernel("cublaslt", Target("cuda", 90), torch.bfloat16, traits)
+
+
+def test_products_without_a_residual_are_timed_from_many_tokens_on():
+    registry, target = make_registry(), Target("cuda", 90)
+    for num_tokens, name in ((2047, "library"), (2048, "cublaslt"), (8192, "cublaslt")):
+        traits = Product(6144, 4096, "").traits(num_tokens)
+        choice = registry.choose("fused_linear", "few", target, torch.bfloat16, traits)
+        assert choice.candidate.name == name

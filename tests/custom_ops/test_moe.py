@@ -122,6 +122,12 @@ def test_experts_equal_the_plain_loop(shape: str, format: str, activation: str):
     assert torch.equal(torch.ops.ce.experts.default(*arguments, impl="torch"), expected)
 
 
+def test_experts_on_a_cpu_refuse_what_does_not_run_there():
+    arguments = expert_arguments(*experts_case((2, 3, 1, 32, 32), ""), Activation())
+    with pytest.raises(ValueError, match="stream does not run on a CPU; grouped and torch do"):
+        torch.ops.ce.experts.default(*arguments, impl="stream")
+
+
 def experts_case(shape: tuple[int, ...], format: str) -> tuple[Tensor, Routes, ExpertWeights]:
     num_tokens, num_experts, top_k, hidden, inner = shape
     generator = torch.Generator().manual_seed(1)

@@ -24,6 +24,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_engine.counters import CompileCounters
+from compiled_engine.custom_ops.registry import KernelRegistry
 from compiled_engine.passes import PassPipeline
 from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pattern import functionalized_calls
@@ -60,11 +61,13 @@ class Harness:
         disabled: passes to leave out.
         kept_ops: fused ops that stay in the graph.
         dump: gets the graphs.
+        registry: chooses kernels; one without overrides if not given.
     """
 
     disabled: tuple[str, ...] = ()
     kept_ops: frozenset[str] = frozenset()
     dump: GraphDump | None = None
+    registry: KernelRegistry | None = None
     captures: list[Captured] = field(default_factory=list)
 
     def run(self, function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> Captured:
@@ -76,6 +79,7 @@ class Harness:
             kept_ops=self.kept_ops,
             on_pass=counters.count_pass,
             dump=self.dump,
+            registry=self.registry,
         )
         graphs: list[Graph] = []
 

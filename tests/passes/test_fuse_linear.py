@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.custom_ops import rms_norm, silu_and_mul
-from compiled_engine.passes import add_in_product, decode_attention, fuse_linear
+from compiled_engine.passes import decode_attention, fuse_linear, use_library_op
 
 BF16 = torch.bfloat16
 T, K, N = 5, 32, 24
@@ -169,11 +169,11 @@ def test_decode_attention_marks_every_call():
     assert calls[1].args[11] == 7
 
 
-def sums(function: Callable[..., Any], inputs: list[Tensor], expected: int) -> list[Node]:
-    return rewritten(function, inputs, expected=expected, apply=add_in_product.apply)
+def plain(function: Callable[..., Any], inputs: list[Tensor], expected: int) -> list[Node]:
+    return rewritten(function, inputs, expected=expected, apply=use_library_op.apply)
 
 
-def test_add_in_product_takes_sums_and_leaves_norms_and_gates():
+def test_use_library_op_takes_sums_and_leaves_norms_and_gates():
     def function(
         x: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, head: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -182,15 +182,16 @@ def test_add_in_product_takes_sums_and_leaves_norms_and_gates():
         return x, product(x, head)
 
     inputs = tensors((T, K), (K,), (2 * N, K), (K, N), (40, K))
-    (node,) = sums(function, inputs, expected=1)
-    assert names(node) == ["silu_and_mul", "down_1", None, None, 0.0, "x_1", False]
+    first, second, third = plain(function, inputs, expected=3)
+    assert names(first) == ["rms_norm", "gate_up_1", None, None, 0.0, None, False]
+    assert names(second) == ["silu_and_mul", "down_1", None, None, 0.0, "x_1", False]
+    assert names(third)[1:] == ["head_1", None, None, 0.0, None, False]
+    assert third.args[0] is second
 
 
-@pytest.mark.parametrize("what", ["bias", "read twice", "row", "other dtype", "scaled", "cpu"])
-def test_add_in_product_leaves_what_it_cannot_add(what: str):
-    def function(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor, row: Tensor) -> Any:
-        if what == "bias":
-            return residual + product(x, weight, bias)
+@pytest.mark.parametrize("what", ["read twice", "row", "other dtype", "scaled"])
+def test_use_library_op_adds_only_what_it_can(what: str):
+    def function(x: Tensor, weight: Tensor, residual: Tensor, row: Tensor) -> Any:
         y = product(x, weight)
         if what == "read twice":
             return residual + y, y
@@ -198,8 +199,18 @@ def test_add_in_product_leaves_what_it_cannot_add(what: str):
             return row + y
         if what == "other dtype":
             return residual.float() + y
-        return torch.add(residual, y, alpha=2) if what == "scaled" else residual + y
+        return torch.add(residual, y, alpha=2)
 
-    device = "cpu" if what == "cpu" else "cuda"
-    before = traced(function, tensors((T, K), (N, K), (T, N), (N,), (1, N)), device)
-    assert add_in_product.apply(before.graph) == 0
+    (node,) = plain(function, tensors((T, K), (N, K), (T, N), (1, N)), expected=1)
+    assert names(node)[5] is None
+
+
+@pytest.mark.parametrize("what", ["bias", "cpu", "fp32"])
+def test_use_library_op_leaves_other_products(what: str):
+    def function(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return residual + product(x, weight, bias if what == "bias" else None)
+
+    dtype = torch.float32 if what == "fp32" else BF16
+    inputs = tensors((T, K), (N, K), (N,), (T, N), dtype=dtype)
+    before = traced(function, inputs, "cpu" if what == "cpu" else "cuda")
+    assert use_library_op.apply(before.graph) == 0

@@ -1,0 +1,65 @@
+"""The sizes that the kernels of `experts` are made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """Sizes of a kernel for pairs on their own.
+
+    Attributes:
+        outputs: of a program.
+        block: columns loaded at a time; a multiple of 32 for "mxfp4", of at most 128 for
+            "fp8_block".
+        ahead: blocks on their way to registers.
+        num_warps: of a program.
+    """
+
+    outputs: int
+    block: int
+    ahead: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Sizes of a kernel that streams weights.
+
+    Attributes:
+        rows: of the weight, that a program owns; of the first product half of them are the gate's.
+        pairs: of an expert, multiplied at a time: 8, 16, 32 or more.
+        block: columns loaded at a time.
+        stages: of the pipeline.
+        num_warps: of a program.
+    """
+
+    rows: int
+    pairs: int
+    block: int
+    stages: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class PairTilesConfig:
+    """Sizes of a kernel over tiles of pairs.
+
+    Attributes:
+        pairs: of a tile; the same for both products.
+        outputs: of a tile; the first product multiplies twice as many rows of the weight.
+        block: columns loaded at a time.
+        stages: of the pipeline.
+        num_warps: of a program.
+        has_descriptors: whether weights are copied by the tensor memory accelerator.
+        swath: tiles of pairs that go through all outputs together.
+    """
+
+    pairs: int
+    outputs: int
+    block: int
+    stages: int
+    num_warps: int
+    has_descriptors: bool = False
+    swath: int = 1

@@ -1,0 +1,293 @@
+"""Triton kernels of `route`, and their launcher: scores, the best experts, pairs sorted by expert.
+
+Few tokens take one program: a table of tokens and experts says who was chosen, sums along the
+tokens say where in its expert's run each pair stands. More tokens take two kernels: the first
+leaves how often every tile of tokens chose each expert, the second adds those up and sorts. All of
+it is exact, so results do not depend on how tokens are cut into tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_engine.custom_ops.triton_common import has_pdl, let_next_start, wait_for_previous
+
+# Values of a table of tokens and experts that one program holds.
+MAX_TABLE = 16384
+# The same for one tile of many.
+TILE_TABLE = 4096
+# Tiles whose counts are added at a time.
+_CHUNK = tl.constexpr(16)
+_TINY = tl.constexpr(1e-20)  # as in the reference
+_LOWEST = tl.constexpr(-(2**63))
+
+
+class Routing(NamedTuple):
+    """How experts are chosen: the last arguments of `reference_moe.route`."""
+
+    top_k: int
+    scoring: str
+    renormalize: bool
+    num_groups: int
+    top_groups: int
+    scale: float
+
+
+@triton.jit
+def _rank(values: tl.tensor, place: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """Keys [T, SIZE] that order as the values do, NaN first; of equal ones the lower place wins."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # no -0
+    bits = tl.where(values == values, bits, 0x7FC00000)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (ordered.to(tl.int64) << 32) | (SIZE - 1 - place).to(tl.int64)
+
+
+@triton.jit
+def _best(keys: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """The place [T] of each row's largest key."""
+    return SIZE - 1 - (tl.max(keys, axis=1) & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _in_best_groups(
+    choice: tl.tensor,
+    expert: tl.tensor,
+    EXPERTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> tl.tensor:
+    """`choice` with -inf outside the best groups of each token."""
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    PADDED: tl.constexpr = triton.next_power_of_2(GROUPS)
+    group = tl.arange(0, PADDED)[None, :]
+    sums = tl.full((TOKENS, PADDED), float("-inf"), tl.float32)
+    for g in range(GROUPS):
+        mine = tl.where(expert // SIZE == g, choice, float("-inf"))
+        first = tl.max(mine, axis=1)
+        at = tl.argmax(mine, axis=1)
+        second = tl.max(tl.where(expert == at[:, None], float("-inf"), mine), axis=1)
+        sum_of_two = first + second if SIZE > 1 else first
+        sums = tl.where(group == g, sum_of_two[:, None], sums)
+    keys = tl.where(group < GROUPS, _rank(sums, group, PADDED), _LOWEST)
+    is_kept = (expert < 0) & (choice > 0)
+    for _ in range(TOP_GROUPS):
+        best = _best(keys, PADDED)[:, None]
+        is_kept = is_kept | (expert // SIZE == best)
+        keys = tl.where(group == best, _LOWEST, keys)
+    return tl.where(is_kept, choice, float("-inf"))
+
+
+@triton.jit
+def _scores(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    token: tl.tensor,
+    expert: tl.tensor,
+    num_tokens: tl.tensor,
+    EXPERTS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+) -> tl.tensor:
+    """Scores [T, E] in fp32, 0 outside."""
+    mask = (token < num_tokens) & (expert < EXPERTS)
+    values = tl.load(logits + token.to(tl.int64) * stride + expert, mask=mask, other=float("-inf"))
+    values = values.to(tl.float32)
+    if SOFTMAX:
+        top = tl.max(values, axis=1, keep_dims=True)
+        top = tl.where(token < num_tokens, top, 0.0)
+        raised = tl.exp(values - top)
+        total = tl.sum(raised, axis=1, keep_dims=True)
+        scores = raised / tl.where(token < num_tokens, total, 1.0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-values))
+    return scores
+
+
+@triton.jit
+def _choose(
+    scores: tl.tensor,
+    choice: tl.tensor,
+    expert: tl.tensor,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PADDED_K: tl.constexpr,
+) -> tl.tensor:
+    """Takes the best K experts of each token.
+
+    Returns weights and ids [T, PADDED_K], and which choice each expert is [T, PADDED], -1: none.
+    """
+    column = tl.arange(0, PADDED_K)[None, :]
+    weights = tl.zeros((TOKENS, PADDED_K), tl.float32)
+    ids = tl.zeros((TOKENS, PADDED_K), tl.int32)
+    number = tl.full((TOKENS, PADDED), -1, tl.int32)
+    keys = tl.where(expert < EXPERTS, _rank(choice, expert, PADDED), _LOWEST)
+    for j in range(K):
+        best = _best(keys, PADDED)[:, None]
+        is_best = expert == best
+        weight = tl.sum(tl.where(is_best, scores, 0.0), axis=1, keep_dims=True)
+        weights = tl.where(column == j, weight, weights)
+        ids = tl.where(column == j, best, ids)
+        number = tl.where(is_best, j, number)
+        keys = tl.where(is_best, _LOWEST, keys)
+    return weights, ids, number
+
+
+@triton.jit
+def _sort(
+    number: tl.tensor,
+    begin: tl.tensor,
+    order: tl.tensor,
+    token: tl.tensor,
+    K: tl.constexpr,
+) -> None:
+    """Stores a tile's pairs; `begin` [E]: where the tile's first pair of each expert goes."""
+    chosen = (number >= 0).to(tl.int32)
+    place = begin[None, :] + tl.cumsum(chosen, axis=0) - chosen
+    tl.store(order + place, token * K + number, mask=number >= 0)
+
+
+@triton.jit
+def _store_offsets(offsets: tl.tensor, counts: tl.tensor, EXPERTS: tl.constexpr) -> tl.tensor:
+    """Where each expert's pairs begin [E], from their counts; stored with the end of the last."""
+    PADDED: tl.constexpr = counts.shape[0]
+    expert = tl.arange(0, PADDED)
+    ends = tl.cumsum(counts, axis=0)
+    tl.store(offsets + 1 + expert, ends, mask=expert < EXPERTS)
+    tl.store(offsets, 0)
+    return ends - counts
+
+
+@triton.jit
+def route_kernel(
+    logits: tl.tensor, bias: tl.tensor, weights: tl.tensor, ids: tl.tensor, order: tl.tensor,
+    offsets: tl.tensor, counts: tl.tensor, num_tokens: tl.tensor, stride: tl.tensor,
+    scale: tl.tensor, EXPERTS: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr,
+    HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr,
+    PADDED_K: tl.constexpr, IS_SINGLE: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid: tiles of `TOKENS` tokens. A single one sorts too; others leave `counts` [tiles, E]."""
+    let_next_start(PDL)
+    tile = tl.program_id(0)
+    token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
+    expert = tl.arange(0, PADDED)[None, :]
+    wait_for_previous(PDL)
+    scores = _scores(logits, stride, token, expert, num_tokens, EXPERTS, SOFTMAX)
+    choice = scores
+    if HAS_BIAS:
+        choice += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
+    if GROUPS > 1:
+        choice = _in_best_groups(choice, expert, EXPERTS, GROUPS, TOP_GROUPS, TOKENS)
+    chosen, best, number = _choose(scores, choice, expert, K, EXPERTS, TOKENS, PADDED, PADDED_K)
+    if RENORMALIZE:
+        chosen = chosen / (tl.sum(chosen, axis=1, keep_dims=True) + _TINY)
+    column = tl.arange(0, PADDED_K)[None, :]
+    mask = (token < num_tokens) & (column < K)
+    tl.store(weights + token * K + column, chosen * scale, mask=mask)
+    tl.store(ids + token * K + column, best, mask=mask)
+    number = tl.where(token < num_tokens, number, -1)
+    mine = tl.sum((number >= 0).to(tl.int32), axis=0)
+    if IS_SINGLE:
+        begin = _store_offsets(offsets, mine, EXPERTS)
+        _sort(number, begin, order, token, K)
+    else:
+        tl.store(counts + tile * PADDED + tl.arange(0, PADDED), mine)
+
+
+@triton.jit
+def sort_kernel(
+    ids: tl.tensor, counts: tl.tensor, order: tl.tensor, offsets: tl.tensor,
+    num_tokens: tl.tensor, EXPERTS: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr,
+    PADDED: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid: the tiles of `route_kernel`. Sorts a tile's pairs behind those of the tiles before."""
+    let_next_start(PDL)
+    tile = tl.program_id(0)
+    token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
+    expert = tl.arange(0, PADDED)
+    wait_for_previous(PDL)
+    before = tl.zeros((PADDED,), tl.int32)
+    total = tl.zeros((PADDED,), tl.int32)
+    for first in range(0, tl.num_programs(0), _CHUNK):
+        other = first + tl.arange(0, _CHUNK)[:, None]
+        at = counts + other * PADDED + expert[None, :]
+        theirs = tl.load(at, mask=other < tl.num_programs(0), other=0)
+        total += tl.sum(theirs, axis=0)
+        before += tl.sum(tl.where(other < tile, theirs, 0), axis=0)
+    begin = tl.cumsum(total, axis=0) - total
+    if tile == 0:
+        _store_offsets(offsets, total, EXPERTS)
+    number = tl.full((TOKENS, PADDED), -1, tl.int32)
+    for j in range(K):
+        best = tl.load(ids + token * K + j, mask=token < num_tokens, other=-1)
+        number = tl.where(expert[None, :] == best, j, number)
+    _sort(number, begin + before, order, token, K)
+
+
+def tokens_of_tile(num_tokens: int, num_experts: int) -> tuple[int, bool]:
+    """Tokens of a tile, and whether there is one tile only."""
+    padded = triton.next_power_of_2(num_experts)
+    single = triton.next_power_of_2(max(1, num_tokens))
+    if single * padded <= MAX_TABLE:
+        return single, True
+    return max(1, TILE_TABLE // padded), False
+
+
+def launch_route(
+    logits: Tensor, bias: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `reference_moe.route`, for what the candidate in `moe_choice` takes."""
+    assert logits.shape[0] * routing.top_k < 2**31, (logits.shape, routing)
+    num_tokens, num_experts = logits.shape
+    k = routing.top_k
+    weights = logits.new_empty((num_tokens, k), dtype=torch.float32)
+    ids = logits.new_empty((num_tokens, k), dtype=torch.int32)
+    order = logits.new_empty(num_tokens * k, dtype=torch.int32)
+    offsets = logits.new_empty(num_experts + 1, dtype=torch.int32)
+    if num_tokens == 0:
+        return weights, ids, order, offsets.zero_()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    tokens, is_single = tokens_of_tile(num_tokens, num_experts)
+    tiles = triton.cdiv(num_tokens, tokens)
+    padded = triton.next_power_of_2(num_experts)
+    counts = offsets if is_single else offsets.new_empty((tiles, padded))
+    pdl = has_pdl(logits.device)
+    num_warps = min(16, max(1, tokens * padded // 512))
+    route_kernel[(tiles,)](
+        logits, logits if bias is None else bias, weights, ids, order, offsets, counts,
+        num_tokens, logits.stride(0), float(routing.scale),
+        EXPERTS=num_experts,
+        K=k,
+        SOFTMAX=routing.scoring == "softmax",
+        HAS_BIAS=bias is not None,
+        RENORMALIZE=routing.renormalize,
+        GROUPS=routing.num_groups,
+        TOP_GROUPS=routing.top_groups,
+        TOKENS=tokens,
+        PADDED=padded,
+        PADDED_K=triton.next_power_of_2(k),
+        IS_SINGLE=is_single,
+        PDL=pdl,
+        num_warps=num_warps,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    if not is_single:
+        sort_kernel[(tiles,)](
+            ids, counts, order, offsets, num_tokens,
+            EXPERTS=num_experts,
+            K=k,
+            TOKENS=tokens,
+            PADDED=padded,
+            PDL=pdl,
+            num_warps=min(8, num_warps),
+            launch_pdl=pdl,
+        )  # fmt: skip
+    return weights, ids, order, offsets

@@ -1,0 +1,195 @@
+"""Triton kernels of `experts` that read the weights of every expert in use once, for some tokens.
+
+A program owns some rows of one expert's weights and multiplies them, as left operands, with the
+pairs of that expert, of which there are few: 8 to 32 at a time. Programs of experts that nobody
+chose end at once. The second product leaves a value for each pair, rounded as the reference's; a
+third kernel adds up those of a token, in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_engine.custom_ops.moe_config import StreamConfig
+from compiled_engine.custom_ops.moe_device import activate, load_rows
+from compiled_engine.custom_ops.moe_operands import ExpertOperands, common_constants
+from compiled_engine.custom_ops.triton_common import let_next_start, wait_for_previous
+
+SUM_BLOCK = 1024
+
+
+@triton.jit
+def _load_pairs(
+    place: tl.tensor, is_pair: tl.tensor, first: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Columns from `first` on of pairs' rows, turned: [BLOCK, pairs]; 0 for what is not there."""
+    column = first + tl.arange(0, BLOCK)[:, None]
+    mask = is_pair[None, :]
+    if SIZE % BLOCK != 0:
+        mask = mask & (column < SIZE)
+    return tl.load(place[None, :] + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def stream_gate_up_kernel(
+    x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, order: tl.tensor,
+    offsets: tl.tensor, inner: tl.tensor, x_stride: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
+    K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, OUTPUTS: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid: programs for each expert's `OUTPUTS` inner values, all those of an expert in a row.
+
+    inner: [pairs, INNER], in the order of `order`.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    TILES: tl.constexpr = (INNER + OUTPUTS - 1) // OUTPUTS
+    expert = tl.program_id(0) // TILES
+    output = tl.program_id(0) % TILES * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.minimum(output, INNER - 1)
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    begin = tl.load(offsets + expert)
+    end = tl.load(offsets + expert + 1)
+    for first in range(begin, end, PAIRS):
+        at = first + tl.arange(0, PAIRS)
+        is_pair = at < end
+        token = tl.load(order + at, mask=is_pair, other=0) // K
+        place = x + token.to(tl.int64) * x_stride
+        gate = tl.zeros((OUTPUTS, PAIRS), tl.float32)
+        up = tl.zeros((OUTPUTS, PAIRS), tl.float32)
+        for column in tl.range(0, SIZE, BLOCK, num_stages=STAGES):
+            w_gate = load_rows(
+                weight, scale, expert, row, column, dtype, 2 * INNER, SIZE, BLOCK, FORMAT,
+                IN_ASSEMBLY,
+            )  # fmt: skip
+            w_up = load_rows(
+                weight, scale, expert, row + INNER, column, dtype, 2 * INNER, SIZE, BLOCK, FORMAT,
+                IN_ASSEMBLY,
+            )  # fmt: skip
+            values = _load_pairs(place, is_pair, column, SIZE, BLOCK)
+            gate = tl.dot(w_gate, values, gate)
+            up = tl.dot(w_up, values, up)
+        if HAS_BIAS:
+            gate += tl.load(bias + expert * (2 * INNER) + row).to(tl.float32)[:, None]
+            up += tl.load(bias + expert * (2 * INNER) + INNER + row).to(tl.float32)[:, None]
+        result = activate(gate, up, alpha, limit, CLAMPED).to(dtype)
+        target = inner + at.to(tl.int64)[None, :] * INNER + output[:, None]
+        tl.store(target, result, mask=is_pair[None, :] & (output < INNER)[:, None])
+
+
+@triton.jit
+def stream_down_kernel(
+    inner: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, order: tl.tensor,
+    offsets: tl.tensor, results: tl.tensor, K: tl.constexpr, SIZE: tl.constexpr,
+    INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid: programs for each expert's `OUTPUTS` values, all those of an expert in a row.
+
+    inner: as the kernel before left it. results: [pairs, SIZE], pair by pair, not sorted. Offsets
+    were written before the kernel in front of this one let it start.
+    """
+    let_next_start(PDL)
+    dtype: tl.constexpr = results.dtype.element_ty
+    TILES: tl.constexpr = (SIZE + OUTPUTS - 1) // OUTPUTS
+    expert = tl.program_id(0) // TILES
+    output = tl.program_id(0) % TILES * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.minimum(output, SIZE - 1)
+    begin = tl.load(offsets + expert, volatile=True)
+    end = tl.load(offsets + expert + 1, volatile=True)
+    wait_for_previous(PDL)
+    for first in range(begin, end, PAIRS):
+        at = first + tl.arange(0, PAIRS)
+        is_pair = at < end
+        place = inner + at.to(tl.int64) * INNER
+        y = tl.zeros((OUTPUTS, PAIRS), tl.float32)
+        for column in tl.range(0, INNER, BLOCK, num_stages=STAGES):
+            w = load_rows(
+                weight, scale, expert, row, column, dtype, SIZE, INNER, BLOCK, FORMAT, IN_ASSEMBLY
+            )
+            values = _load_pairs(place, is_pair, column, INNER, BLOCK)
+            y = tl.dot(w, values, y)
+        if HAS_BIAS:
+            y += tl.load(bias + expert * SIZE + row).to(tl.float32)[:, None]
+        pair = tl.load(order + at, mask=is_pair, other=0)
+        target = results + pair.to(tl.int64)[None, :] * SIZE + output[:, None]
+        tl.store(target, y.to(dtype), mask=is_pair[None, :] & (output < SIZE)[:, None])
+
+
+@triton.jit
+def sum_kernel(
+    results: tl.tensor, weights: tl.tensor, out: tl.tensor, K: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """`out[t] = sum_j weights[t, j] * results[t * K + j]`, in fp32, rounded once.
+
+    Grid: programs for each token's `BLOCK` columns, all those of a token in a row.
+    """
+    let_next_start(PDL)
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    wait_for_previous(PDL)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        values = tl.load(results + (token * K + j) * SIZE + column, mask=mask, other=0.0)
+        total += tl.load(weights + token * K + j) * values.to(tl.float32)
+    tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+def sum_pairs(results: Tensor, operands: ExpertOperands) -> Tensor:
+    """The weighted sums [T, h] of each token's pairs [T * k, h]."""
+    x, pdl = operands.x, common_constants(operands)["PDL"]
+    num_tokens, size = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    block = min(SUM_BLOCK, triton.next_power_of_2(size))
+    sum_kernel[(num_tokens * triton.cdiv(size, block),)](
+        results, operands.weights, out,
+        K=operands.top_k,
+        SIZE=size,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=max(1, block // 256),
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def launch_stream(operands: ExpertOperands, first: StreamConfig, second: StreamConfig) -> Tensor:
+    """As `reference_moe.experts`; the configs of the two products."""
+    x, num_pairs = operands.x, operands.ids.numel()
+    constants = common_constants(operands)
+    size, inner_size, pdl = constants["SIZE"], constants["INNER"], constants["PDL"]
+    inner = x.new_empty((num_pairs, inner_size))
+    results = x.new_empty((num_pairs, size))
+    outputs = first.rows // 2
+    stream_gate_up_kernel[(operands.num_experts * triton.cdiv(inner_size, outputs),)](
+        x, operands.gate_up, operands.scale(0), operands.bias(0), operands.order, operands.offsets,
+        inner, x.stride(0), operands.alpha, operands.limit,
+        CLAMPED=operands.activation == "swiglu_clamped",
+        OUTPUTS=outputs,
+        PAIRS=first.pairs,
+        BLOCK=first.block,
+        STAGES=first.stages,
+        num_warps=first.num_warps,
+        launch_pdl=pdl,
+        **constants,
+    )  # fmt: skip
+    stream_down_kernel[(operands.num_experts * triton.cdiv(size, second.rows),)](
+        inner, operands.down, operands.scale(1), operands.bias(1), operands.order,
+        operands.offsets, results,
+        OUTPUTS=second.rows,
+        PAIRS=second.pairs,
+        BLOCK=second.block,
+        STAGES=second.stages,
+        num_warps=second.num_warps,
+        launch_pdl=pdl,
+        **constants,
+    )  # fmt: skip
+    return sum_pairs(results, operands)
