@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from compiled_engine.models.quant_torchao import read_torchao
 Rules = tuple[tuple[tuple[str, ...], LinearScheme], ...]
 _WEIGHT_ONLY = "activations stay as they are: products with 4-bit activations are not there"
 _DYNAMIC = "activations get a scale a token, where the checkpoint asks for one of all tokens"
+_CACHE_SCALES = "its scales of keys and values are used with --kv-cache-dtype fp8_e4m3"
 # Scales of keys and values, behind the attention layer's name or a projection's.
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 
@@ -57,9 +59,24 @@ def read_quantization(values: dict[str, Any], folder: Path, family: str) -> Quan
         return None  # experts bring tensors of their own, and no linear layer is quantised
     method = section.one_of("quant_method", *_METHODS)
     plan = _METHODS[method](section, folder)
+    if _has_cache_scales(section):
+        plan = replace(plan, note="; ".join(filter(None, (plan.note, _CACHE_SCALES))))
     if family in MOE_FAMILIES and plan.scheme("model.layers.0.mlp.experts.0.up_proj"):
         section.refuse("quant_method", f"is {method!r}, of experts too; experts are read plain")
     return plan
+
+
+def _has_cache_scales(section: Section) -> bool:
+    """Whether the checkpoint says that it has scales of keys and values."""
+    scheme = section.section("kv_cache_scheme")
+    if scheme is None:
+        return section.values.get("kv_cache_quant_algo") is not None
+    scheme.one_of("type", None, "float")
+    scheme.one_of("num_bits", 8)
+    scheme.one_of("strategy", None, "tensor")
+    scheme.one_of("dynamic", None, False)
+    scheme.one_of("symmetric", None, True)
+    return True
 
 
 def _torchao(section: Section, folder: Path) -> QuantPlan:

@@ -214,6 +214,10 @@ def in_inputs(layout: str, **fields: Any) -> dict[str, Any]:
         (in_weights("compressed_int8", symmetric=False), "symmetric is False"),
         (in_inputs("compressed_int8", dynamic=False), "dynamic is False"),
         (in_inputs("compressed_fp8_channel", num_bits=4), "num_bits is 4"),
+        (
+            changed("compressed_int8", kv_cache_scheme={"type": "int", "num_bits": 8}),
+            "type is 'int'",
+        ),
         (torchao_config("Int4WeightOnlyConfig"), "_type is 'Int4WeightOnlyConfig'"),
         (torchao_config("Int8WeightOnlyConfig", granularity=None), "granularity is PerTensor"),
         (torchao_config("Int8WeightOnlyConfig", group_size=32), "group_size is 32"),
@@ -280,7 +284,11 @@ def test_sorted_columns_are_refused(tmp_path: Path):
 def test_scales_of_keys_and_values_are_known_tensors(tmp_path: Path):
     config, _, _ = LAYOUTS["compressed_fp8_channel"]
     folder = write_tiny_model(tmp_path, family="qwen3", **SIZES)
-    rewrite_quantized(folder, config, fp8_channel)
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
+    rewrite_quantized(folder, {**config, "kv_cache_scheme": scheme}, fp8_channel)
+    plan = load_model_config(folder).quantization
+    assert plan is not None
+    assert plan.note == "its scales of keys and values are used with --kv-cache-dtype fp8_e4m3"
     path = folder / "model.safetensors"
     scales = {
         f"model.layers.{i}.self_attn.{n}_scale": torch.tensor(0.5) for i in (0, 1) for n in "kv"

@@ -20,6 +20,7 @@ from compiled_engine.models.weight_stream import (
     stream_chunks,
 )
 from compiled_engine.models.weights import build_model, load_weights
+from tests.helpers.quant_checkpoints import LAYOUTS, rewrite_quantized
 from tests.helpers.tiny_model import write_tiny_model
 
 CPU = torch.device("cpu")
@@ -147,6 +148,21 @@ def test_a_streamed_model_equals_a_copied_one(
     expected = dict(copied.named_parameters())
     for name, parameter in streamed.named_parameters():
         assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("layout", ["fp8_static", "compressed_int4_zero", "modelopt_nvfp4"])
+def test_a_streamed_quantised_model_equals_a_copied_one(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+):
+    config, spell, _ = LAYOUTS[layout]
+    folder = write_tiny_model(tmp_path, family="qwen3")
+    rewrite_quantized(folder, config, spell)
+    copied, streamed = build(folder, torch.bfloat16, CPU), build(folder, torch.bfloat16, CPU)
+    load_weights(copied, folder, dtype=torch.bfloat16, device=CPU)
+    stream_model(streamed, folder, CPU, monkeypatch)
+    expected = dict(copied.named_parameters())
+    for name, parameter in streamed.named_parameters():
+        assert torch.equal(parameter.view(torch.uint8), expected[name].view(torch.uint8)), name
 
 
 def test_a_read_error_while_streaming_is_a_config_error(
