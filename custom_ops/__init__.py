@@ -3,7 +3,13 @@
 `ALL_OPS` lists them; generic tests and the pass pipeline walk it.
 """
 
-from compiled_engine.custom_ops.activation import SILU_AND_MUL, silu_and_mul
+from compiled_engine.custom_ops.activation import (
+    GELU_AND_MUL,
+    SILU_AND_MUL,
+    SWIGLU_CLAMPED,
+    gelu_and_mul,
+    silu_and_mul,
+)
 from compiled_engine.custom_ops.attention import (
     ATTENTION_WORK,
     PAGED_ATTENTION,
@@ -22,7 +28,7 @@ from compiled_engine.custom_ops.moe import (
     experts,
     route,
 )
-from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, rms_norm
+from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, SCALED_RMS_NORM, rms_norm
 from compiled_engine.custom_ops.quant import dequantize, quantize
 from compiled_engine.custom_ops.quant_kernels import QUANT_OPS
 from compiled_engine.custom_ops.rope_kv import (
@@ -45,8 +51,11 @@ from compiled_engine.custom_ops.sampling import (
 
 ALL_OPS: tuple[OpSpec, ...] = (
     RMS_NORM,
+    SCALED_RMS_NORM,
     ADD_RMS_NORM,
     SILU_AND_MUL,
+    GELU_AND_MUL,
+    SWIGLU_CLAMPED,
     LINEAR,
     FUSED_LINEAR,
     ROPE,
@@ -76,6 +85,7 @@ __all__ = [
     "attention",
     "dequantize",
     "experts",
+    "gelu_and_mul",
     "kv_write",
     "qk_norm_rope",
     "quantize",

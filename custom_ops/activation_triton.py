@@ -1,4 +1,4 @@
-"""Triton kernel of the gated activation: `silu(gate) * up` of rows that hold gate, then up."""
+"""Triton kernel of the gated activations: rows that hold gate, then up, to `act(gate) * up`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops import reference, reference_moe
 from compiled_engine.custom_ops.triton_common import (
     DTYPES,
     has_pdl,
@@ -29,18 +29,47 @@ class Config(NamedTuple):
     num_warps: int
 
 
+class Activation(NamedTuple):
+    """What the kernel computes: "silu", "gelu", "gelu_tanh", or "swiglu" with its two numbers."""
+
+    name: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+SILU = Activation("silu")
+
+
 @triton.jit
-def _silu_and_mul_kernel(
+def _activated(gate: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
+    """The activation of a gate in fp32."""
+    if NAME == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    if NAME == "gelu":
+        return 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
+    # tanh(z) as 2 sigmoid(2 z) - 1, which is half of GELU's bracket.
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-2.0 * inner))
+
+
+@triton.jit
+def _gated_kernel(
     x: tl.tensor,
     out: tl.tensor,
     inner: tl.tensor,
     outer_stride: tl.tensor,
     stride: tl.tensor,
+    alpha: tl.tensor,
+    limit: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    NAME: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """`out[r, j] = round(silu(x[r, j])) * x[r, SIZE + j]`, in fp32, rounded as in the reference.
+    """`out[r, j] = round(act(x[r, j])) * x[r, SIZE + j]`, in fp32, rounded as in the reference.
+
+    "swiglu" is `(up + 1) * gate * sigmoid(alpha gate)`, gate clamped to `limit` and up to both
+    sides of it; each of the three factors is rounded as in the reference.
 
     Grid: rows x blocks of `BLOCK` outputs, the blocks of a row next to each other. `out` is packed.
     """
@@ -54,8 +83,17 @@ def _silu_and_mul_kernel(
     gate = tl.load(x + place + column, mask=mask, other=0.0)
     up = tl.load(x + place + SIZE + column, mask=mask, other=0.0)
     exact = gate.to(tl.float32)
-    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)
-    result = silu.to(tl.float32) * up.to(tl.float32)
+    other = up.to(tl.float32)
+    if NAME == "swiglu":
+        exact = tl.minimum(exact, limit)
+        other = tl.minimum(tl.maximum(other, -limit), limit)
+        scaled = (alpha * exact).to(gate.dtype).to(tl.float32)
+        factor = (1.0 / (1.0 + tl.exp(-scaled))).to(gate.dtype).to(tl.float32)
+        activated = (exact * factor).to(gate.dtype)
+        other = (other + 1.0).to(gate.dtype).to(tl.float32)
+    else:
+        activated = _activated(exact, NAME).to(gate.dtype)
+    result = activated.to(tl.float32) * other
     tl.store(out + row * SIZE + column, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -82,7 +120,27 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return launch(x)
 
 
-def launch(x: Tensor, *, config: Config | None = None, is_pdl: bool = True) -> Tensor:
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    """As `reference.gelu_and_mul`, which also serves what `unsupported_reason` names."""
+    if unsupported_reason(x) is not None:
+        return reference.gelu_and_mul(x, approximate)
+    return launch(x, Activation("gelu_tanh" if approximate == "tanh" else "gelu"))
+
+
+def swiglu_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """As `reference_moe.swiglu_clamped`, which also serves what `unsupported_reason` names."""
+    if unsupported_reason(x) is not None:
+        return reference_moe.swiglu_clamped(x, alpha, limit)
+    return launch(x, Activation("swiglu", alpha, limit))
+
+
+def launch(
+    x: Tensor,
+    activation: Activation = SILU,
+    *,
+    config: Config | None = None,
+    is_pdl: bool = True,
+) -> Tensor:
     """Runs the kernel on an argument it supports."""
     out = torch.empty_like(x.chunk(2, dim=-1)[0])
     if not out.numel():
@@ -93,12 +151,15 @@ def launch(x: Tensor, *, config: Config | None = None, is_pdl: bool = True) -> T
     size = out.shape[-1]
     config = default_config(rows.num_rows, size) if config is None else config
     is_pdl = is_pdl and has_pdl(x.device)
-    _silu_and_mul_kernel[(rows.num_rows * triton.cdiv(size, config.block),)](
+    _gated_kernel[(rows.num_rows * triton.cdiv(size, config.block),)](
         x,
         packed,
         *rows[1:],
+        activation.alpha,
+        activation.limit,
         SIZE=size,
         BLOCK=config.block,
+        NAME=activation.name,
         PDL=is_pdl,
         num_warps=config.num_warps,
         launch_pdl=is_pdl,

@@ -1,4 +1,7 @@
-"""Contracts of the norm family: `rms_norm`, and `add_rms_norm` that a pass puts in its place."""
+"""Contracts of the norm family: `rms_norm`, `scaled_rms_norm`, and `add_rms_norm` of a pass.
+
+`scaled_rms_norm` has no kernel: a compiler fuses its body with the residual add behind it.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,11 @@ def _norm_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[
     return [(normal(*shape), normal(shape[-1]), 1e-5) for shape in shapes]
 
 
+def _scaled_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
+    plain = _norm_examples(dtype, device, seed)
+    return [(*example, offset) for example in plain for offset in (0.0, 1.0)]
+
+
 def _add_norm_examples(
     dtype: torch.dtype, device: torch.device, seed: int
 ) -> list[tuple[Any, ...]]:
@@ -30,6 +38,10 @@ def _add_norm_examples(
 
 def _fake_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+def _fake_scaled(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _fake_add_rms_norm(
@@ -44,6 +56,12 @@ RMS_NORM = define_op(
     reference=reference.rms_norm,
     fake=_fake_rms_norm,
     example_inputs=_norm_examples,
+)
+SCALED_RMS_NORM = define_op(
+    "scaled_rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor",
+    reference=reference.scaled_rms_norm,
+    fake=_fake_scaled,
+    example_inputs=_scaled_examples,
 )
 ADD_RMS_NORM = define_op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",

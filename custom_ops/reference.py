@@ -33,10 +33,36 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def scaled_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """`rms_norm` whose weight, plus `offset`, is applied before the result is rounded.
+
+    Args:
+        x: [..., hidden] any float dtype.
+        weight: [hidden] any float dtype.
+        eps: added to the mean square.
+        offset: 0 as in OLMo 2, 1 as in Gemma.
+
+    Returns:
+        [..., hidden] in the dtype of `x`.
+    """
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * (offset + weight.float())).to(x.dtype)
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up` of [..., 2n] holding gate then up; returns [..., n]."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    """`gelu(gate) * up` of [..., 2n] holding gate then up: [..., n].
+
+    `approximate` is "none" for the exact function or "tanh", as in torch.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
