@@ -25,6 +25,7 @@ __all__ = [
     "CustomGraphPass",
     "Graph",
     "Node",
+    "args_of",
     "auto_functionalized_v2",
     "calls",
     "copy_meta",
@@ -32,11 +33,67 @@ __all__ = [
     "expander",
     "functionalized_calls",
     "getitems",
+    "is_call",
     "is_item_of",
     "is_like",
+    "is_same_size",
     "other_addend",
+    "sliced",
+    "unconverted",
+    "value_of",
     "whole_bases",
 ]
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The fake tensor that stands for a node's result."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), f"{node} is no tensor"
+    return value
+
+
+def args_of(node: Node) -> tuple[Any, ...]:
+    """A node's positional arguments; their kinds are the op's business."""
+    return node.args
+
+
+def is_call(node: Any, overload: Any) -> bool:
+    """`node` is a call of `overload`."""
+    return isinstance(node, Node) and node.target is overload
+
+
+def unconverted(node: Node, dtype: torch.dtype | None) -> Node:
+    """What a cast to `dtype` (any, if None) is made from; the node itself if it is no cast."""
+    if node.target is torch.ops.prims.convert_element_type.default:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if dtype is None or node.args[1] == dtype:
+            return source
+    return node
+
+
+def sliced(node: Any) -> tuple[Node, int, int, int] | None:
+    """Source, dim (not negative), start and stop of a slice with known ends and step 1."""
+    if not is_call(node, torch.ops.aten.slice.Tensor):
+        return None
+    source, *rest = args_of(node)
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    dim, start, stop, step = (*rest, *defaults[len(rest) :])
+    value = value_of(source)
+    size = value.shape[dim]
+    start, stop = start or 0, size if stop is None else stop
+    if step != 1 or not all(isinstance(v, int) for v in (size, start, stop)) or start < 0:
+        return None
+    return source, dim % value.dim(), start, min(stop, size)
+
+
+def is_same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal for every size the graph may be run with."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(a == b))
 
 
 def calls(graph: Graph, overload: Any) -> Iterator[Node]:

@@ -33,15 +33,21 @@ from compiled_engine.errors import ConfigError
 from compiled_engine.passes import (
     choose_kernels,
     decode_attention,
+    flatten_batch,
     fuse_add_rms_norm,
     fuse_linear,
     fuse_norm_quant,
     fuse_qk_norm_rope_kv,
     fuse_silu_quant,
+    lift_gated_activation,
+    lift_rms_norm,
+    lift_rope,
     lower_quantized_linear,
     lower_scaled_linear,
+    merge_linears,
     pattern,
     quant_pattern,
+    remove_no_ops,
     use_library_op,
     use_linear_op,
 )
@@ -54,7 +60,17 @@ from compiled_engine.passes.pattern import (
     functionalized_calls,
 )
 
+# Code that does not call our ops is brought to them first.
+LIFTS: tuple[ModuleType, ...] = (
+    remove_no_ops,
+    flatten_batch,
+    merge_linears,
+    lift_rms_norm,
+    lift_gated_activation,
+    lift_rope,
+)
 FUSIONS: tuple[ModuleType, ...] = (
+    *LIFTS,
     decode_attention,
     lower_quantized_linear,
     lower_scaled_linear,
@@ -79,10 +95,12 @@ class PieceTraits:
         is_few: never more tokens than the kernels for few rows take (`fuse_linear`,
             `lower_quantized_linear`); the others give plain products to the library
             (`use_library_op`).
+        is_foreign: made from code that does not call our ops (`LIFTS`).
     """
 
     is_decode: bool = False
     is_few: bool = False
+    is_foreign: bool = False
 
     def skipped(self) -> tuple[str, ...]:
         """Names of the passes that are not for such a piece."""
@@ -92,6 +110,7 @@ class PieceTraits:
             lower_quantized_linear.NAME: self.is_few,
             use_library_op.NAME: not self.is_few,
         }
+        kept |= {module.NAME: self.is_foreign for module in LIFTS}
         return tuple(name for name, is_kept in kept.items() if not is_kept)
 
 

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from compiled_engine.counters import CompileCounters
-from compiled_engine.custom_ops import ALL_OPS, reference, reference_quant, rms_norm
+from compiled_engine.custom_ops import (
+    ALL_OPS,
+    reference,
+    reference_moe,
+    reference_quant,
+    rms_norm,
+)
 from compiled_engine.errors import ConfigError
 from compiled_engine.passes import (
     PASS_NAMES,
@@ -24,6 +30,7 @@ from compiled_engine.passes import (
     pipeline,
 )
 from compiled_engine.passes.dump import GraphDump
+from compiled_engine.passes.pipeline import LIFTS
 from tests.helpers.layer_step import (
     NUM_PAGES,
     LayerStep,
@@ -231,6 +238,8 @@ def test_fingerprint_follows_the_order(monkeypatch):
         lower_scaled_linear,
         reference_quant,
         reference,
+        *LIFTS,
+        reference_moe,
         pattern,
         pipeline,
     ],
