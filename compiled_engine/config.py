@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from compiled_engine.errors import ConfigError
 
+ModelImpl = Literal["auto", "native", "transformers"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 OverlapSchedule = Literal["auto", "on", "off"]
@@ -44,6 +45,8 @@ class EngineConfig:
     Attributes:
         model: folder, GGUF file or Hugging Face id.
         tokenizer: folder or id of the tokenizer if it is not the model's.
+        model_impl: who computes the model: a model file of this package, or transformers' own code
+            of it, whose parts the passes recognise; "auto" takes the file where there is one.
         load_format: where weights come from; "dummy" makes seeded random ones on the device.
         dtype: computation and weight dtype; "auto" takes the model's own.
         quantization: format of the weights of linear layers, made while they are loaded; "auto" is
@@ -87,6 +90,7 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    model_impl: ModelImpl = "auto"
     load_format: LoadFormat = "auto"
     dtype: DtypeName = "auto"
     quantization: Quantization = "auto"

@@ -24,7 +24,8 @@ from compiled_engine.grammar_compiler import TokenTable
 from compiled_engine.kv_cache import allocate
 from compiled_engine.loop import StepLoop
 from compiled_engine.memory import MemoryNeeds, MemoryTable, measure_needs, memory_table
-from compiled_engine.models import ARCHITECTURES, CausalLM, ModelConfig
+from compiled_engine.models import ARCHITECTURES, CausalLM, HfModelConfig, ModelConfig
+from compiled_engine.models.hf_load import build_hf_model
 from compiled_engine.models.weights import build_model, init_dummy_weights, load_weights
 from compiled_engine.pieces import StepPieces, few_limit
 from compiled_engine.quant_report import quantization_report
@@ -61,6 +62,8 @@ FUSED_OPS = (
     "add_rms_norm",
     "silu_and_mul",
     *(op.name for op in QUANT_OPS),
+    "gelu_and_mul",
+    "swiglu_clamped",
     "route",
 )
 
@@ -96,6 +99,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     folder = find_model(config, progress)
     model_config = model_config_of(config, folder)
     model = _load_model(config, model_config, folder, device, progress)
+    model_config = model.config
     needs = None
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization, device)
@@ -254,8 +258,11 @@ def _load_model(
 ) -> CausalLM:
     name = model_config.dtype if config.dtype == "auto" else config.dtype
     dtype = getattr(torch, name)
-    model_class = ARCHITECTURES[model_config.architecture]
-    model = build_model(model_class, model_config, dtype=dtype, device=device)
+    if isinstance(model_config, HfModelConfig):
+        return _load_hf_model(config, model_config, dtype, device, progress)
+    model = build_model(
+        ARCHITECTURES[model_config.architecture], model_config, dtype=dtype, device=device
+    )
     if config.load_format == "dummy":
         init_dummy_weights(model, config.seed)
         return model
@@ -272,6 +279,26 @@ def _load_model(
         folds_kv_scales=config.kv_cache_dtype == "fp8_e4m3",
         progress=report,
     )
+    return model
+
+
+def _load_hf_model(
+    config: EngineConfig,
+    model_config: HfModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: BuildProgress,
+) -> CausalLM:
+    label = f"{model_config.architecture} of transformers"
+    progress("loading", label, 0, 1)
+    model = build_hf_model(
+        model_config,
+        dtype=dtype,
+        device=device,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
+        allow_pickle=allows_pickle(config),
+    )
+    progress("loading", label, 1, 1)
     return model
 
 

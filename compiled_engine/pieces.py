@@ -10,14 +10,14 @@ than rows: what it does behind attention, it does for the rows that are sampled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_engine.compile.driver import PLAIN, CompileDriver
+from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.torch_compat import has_any_size, mark_any_size, mark_dynamic
 from compiled_engine.config import SchedulerKernels
 from compiled_engine.custom_ops import LayerCache, PagedContext
@@ -142,7 +142,7 @@ class StepPieces:
             shape.max_tokens,
             shape.max_rows,
             is_gpu=is_gpu,
-            has_last=is_gpu or driver.is_eager,
+            has_last=model.has_short_last_layer and (is_gpu or driver.is_eager),
             max_few=self.max_few,
         )
         self._driver = driver
@@ -159,9 +159,10 @@ class StepPieces:
         def head(residual: Tensor) -> Tensor:
             return model.head(residual)
 
-        few = PieceTraits(is_few=True)
+        traits = PieceTraits(is_foreign=model.is_foreign)
+        few = replace(traits, is_few=True)
         self._head_few = driver.compile(head, "head_few", few) if is_gpu else None
-        self._head = driver.compile(head, "head")
+        self._head = driver.compile(head, "head", traits)
         self.sample = {
             variant: driver.compile(self._sampler(variant, vocab_size), f"sample_{variant.name}")
             for variant in Variant
@@ -263,9 +264,9 @@ class StepPieces:
             return (module(residual, rotary, cache, ctx, keep),)
 
         is_few = self._is_gpu and version.is_decode and version.high <= self.max_few
-        traits = PLAIN
+        traits = PieceTraits(is_foreign=self._model.is_foreign)
         if self._is_gpu:
-            traits = PieceTraits(is_decode=version.is_decode, is_few=is_few)
+            traits = replace(traits, is_decode=version.is_decode, is_few=is_few)
         function, num_shared = (last_layer, 3) if version.is_last else (layer, 2)
         name = f"{version.name}_kind_{kind}" if kind else version.name
         return self._driver.compile_direct(

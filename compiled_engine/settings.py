@@ -16,7 +16,7 @@ from compiled_engine.custom_ops.registry import Target
 from compiled_engine.device import pick_device
 from compiled_engine.errors import ConfigError
 from compiled_engine.kv_cache import CacheGeometry, available_bytes, choose_num_pages
-from compiled_engine.models import ARCHITECTURES, CausalLM, ModelConfig
+from compiled_engine.models import CausalLM, HfModelConfig, ModelConfig, model_class
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.quant_plan import online_plan, with_quantized_head
 from compiled_engine.models.source import resolve_model
@@ -141,7 +141,11 @@ def model_config_of(config: EngineConfig, folder: Path) -> ModelConfig:
     Raises:
         ConfigError: as `load_model_config`; or the options do not suit the checkpoint.
     """
-    model_config = load_model_config(folder)
+    model_config = load_model_config(
+        folder, config.model_impl, trust_remote_code=config.trust_remote_code
+    )
+    if isinstance(model_config, HfModelConfig):
+        return _without_quantization(config, model_config)
     plan, dtype = model_config.quantization, model_config.dtype
     if config.quantization != "auto":
         if plan is not None:
@@ -163,6 +167,21 @@ def model_config_of(config: EngineConfig, folder: Path) -> ModelConfig:
     return replace(model_config, quantization=plan)
 
 
+def _without_quantization(config: EngineConfig, model_config: HfModelConfig) -> HfModelConfig:
+    """The config, if no option asks to quantise it."""
+    for name, is_asked in (
+        ("quantization", config.quantization != "auto"),
+        ("quantize_lm_head", config.quantize_lm_head),
+    ):
+        if is_asked:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for models that have a file here; "
+                f"{model_config.architecture} runs from transformers' own code: leave it out",
+                param=name,
+            )
+    return model_config
+
+
 def preview_settings(config: EngineConfig) -> Settings:
     """What `build_engine` would settle on, without loading weights.
 
@@ -173,8 +192,9 @@ def preview_settings(config: EngineConfig) -> Settings:
     folder = resolve_model(config.model, config.cache_dir, with_weights=False)
     model_config = model_config_of(config, folder)
     name = model_config.dtype if config.dtype == "auto" else config.dtype
-    model_class = ARCHITECTURES[model_config.architecture]
-    model = outline_model(model_class, model_config, dtype=getattr(torch, name))
+    made = model_class(model_config)
+    model = outline_model(made, model_config, dtype=getattr(torch, name))
+    model_config = model.config
     # On a CPU the pool's share does not depend on the weights.
     reserved_bytes = weight_bytes(model) if device.type == "cuda" else 0
     return resolve(config, model_config, folder, device, model, reserved_bytes=reserved_bytes)

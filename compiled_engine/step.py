@@ -346,7 +346,7 @@ class StepExecutor:
 
     def _attention_work(self, ctx: PagedContext, version: LayerVersion) -> Tensor:
         is_decode = version.is_decode and self.driver.runs_pass(decode_attention.NAME)
-        attention, cache = self.model.layers[0].self_attn, self.caches[0].k_cache
+        config, cache = self.model.config, self.caches[0].k_cache
         return torch.ops.ce.attention_work.default(
             ctx.block_table,
             ctx.token_rows,
@@ -355,8 +355,8 @@ class StepExecutor:
             ctx.seq_lens,
             ctx.query_start_loc,
             cache.shape[1],
-            attention.num_heads,
-            attention.num_kv_heads,
+            config.num_heads,
+            config.num_kv_heads,
             is_decode,
         )
 

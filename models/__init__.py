@@ -1,7 +1,12 @@
 """Plain PyTorch models, and the dict from architecture name to class."""
 
+from collections.abc import Callable
+from typing import Any
+
 from compiled_engine.models.config import ModelConfig
 from compiled_engine.models.gpt_oss import GptOssForCausalLM
+from compiled_engine.models.hf_config import HfModelConfig
+from compiled_engine.models.hf_model import HfCausalLM
 from compiled_engine.models.layers import CausalLM
 from compiled_engine.models.llama import LlamaForCausalLM
 from compiled_engine.models.mixtral import MixtralForCausalLM
@@ -16,4 +21,12 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
-__all__ = ["ARCHITECTURES", "CausalLM", "ModelConfig"]
+
+def model_class(config: ModelConfig) -> Callable[[Any], CausalLM]:
+    """The class that runs a model; takes its config."""
+    if isinstance(config, HfModelConfig):
+        return HfCausalLM
+    return ARCHITECTURES[config.architecture]
+
+
+__all__ = ["ARCHITECTURES", "CausalLM", "HfModelConfig", "ModelConfig", "model_class"]

@@ -24,6 +24,9 @@ from compiled_engine.models.quant_plan import HEAD, QuantPlan
 from compiled_engine.models.rope_config import RopeScaling, read_rope
 
 ModelDtype = Literal["bfloat16", "float16", "float32"]
+# Who computes a model: "auto" takes a model file of ours where there is one, else transformers'
+# own code.
+ModelImpl = Literal["auto", "native", "transformers"]
 
 # Architecture -> `model_type`: the ones that have a model file here.
 SUPPORTED_ARCHITECTURES = {
@@ -188,14 +191,26 @@ _SIZES = (
 )
 
 
-def load_model_config(folder: Path) -> ModelConfig:
+def load_model_config(
+    folder: Path, impl: ModelImpl = "auto", *, trust_remote_code: bool = False
+) -> ModelConfig:
     """Reads `config.json`, and `generation_config.json` where there is one.
+
+    Args:
+        folder: of the model.
+        impl: who computes it; see `ModelImpl`.
+        trust_remote_code: let transformers run model code in the folder.
+
+    Returns:
+        An `HfModelConfig` where transformers' own code computes the model.
 
     Raises:
         ConfigError: a file is missing or malformed, or a field asks for something the models here
             do not compute; the message names the field and what is allowed.
     """
     fields = Fields(read_json(folder / "config.json"), folder / "config.json")
+    if impl == "transformers" or (impl == "auto" and _native_architecture(fields) is None):
+        return _load_foreign(fields, folder, trust_remote_code=trust_remote_code)
     architecture = _architecture(fields)
     family = SUPPORTED_ARCHITECTURES[architecture]
     _refuse_unsupported(fields, family)
@@ -206,10 +221,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     rope_theta, rope_scaling = read_rope(
         fields, default_theta=defaults.rope_theta, default=defaults.rope
     )
-    generation_path = folder / "generation_config.json"
-    generation = Fields(
-        read_json(generation_path) if generation_path.exists() else {}, generation_path
-    )
+    generation = _generation_fields(folder)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -240,23 +252,51 @@ def load_model_config(folder: Path) -> ModelConfig:
     )
 
 
-def _architecture(fields: Fields) -> str:
+def _generation_fields(folder: Path) -> Fields:
+    path = folder / "generation_config.json"
+    return Fields(read_json(path) if path.exists() else {}, path)
+
+
+def _load_foreign(fields: Fields, folder: Path, *, trust_remote_code: bool) -> ModelConfig:
+    """The config of a model that transformers' code computes."""
+    from compiled_engine.models.hf_config import load_hf_config
+
+    generation = _generation_fields(folder)
+    starts = fields.integers("bos_token_id") or generation.integers("bos_token_id")
+    return load_hf_config(
+        folder,
+        dtype=_dtype(fields, folder),
+        eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
+        bos_token_id=next(iter(starts), None),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _native_architecture(fields: Fields) -> str | None:
+    """The architecture, if it has a model file here."""
     listed = fields.values.get("architectures")
-    supported = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
     if listed is None:
         by_type = {model_type: name for name, model_type in SUPPORTED_ARCHITECTURES.items()}
         listed = [by_type.get(str(fields.values.get("model_type")), "")]
-    if not isinstance(listed, list) or len(listed) != 1 or listed[0] not in SUPPORTED_ARCHITECTURES:
+    is_known = isinstance(listed, list) and len(listed) == 1
+    return str(listed[0]) if is_known and listed[0] in SUPPORTED_ARCHITECTURES else None
+
+
+def _architecture(fields: Fields) -> str:
+    supported = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
+    name = _native_architecture(fields)
+    if name is None:
         given = fields.values.get("architectures") or [fields.values.get("model_type")]
         fields.refuse("architectures", f"is {given}; supported are {supported}")
-    return str(listed[0])
+    return name
 
 
 def _refuse_unsupported(fields: Fields, family: str) -> None:
     for field, neutral in _NEUTRAL_VALUES.items():
         value = fields.values.get(field)
         if value not in neutral:
-            fields.refuse(field, f"is {value!r}; no supported model file computes it")
+            hint = "" if "config" in field else "; --model-impl transformers may"
+            fields.refuse(field, f"is {value!r}; no supported model file computes it{hint}")
 
 
 def _dtype(fields: Fields, folder: Path) -> ModelDtype:

@@ -234,6 +234,10 @@ class CausalLM(nn.Module):
     """
 
     attention_class: type[Attention] = Attention
+    # the last layer can leave out what it would do behind attention for rows that nobody samples
+    has_short_last_layer = True
+    # its code does not call our ops: passes bring it to them first
+    is_foreign = False
     # fused parameter -> the checkpoint's parameters whose rows it holds, in order
     packed_modules: dict[str, tuple[str, ...]] = {  # noqa: RUF012 - a constant of the class
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),

@@ -30,6 +30,7 @@ MAX_HELP_CPU_S = 0.5
 
 # For each field a value that is not its default, as typed on the command line.
 ENGINE_VALUES = {
+    "model_impl": ("transformers", "transformers"),
     "tokenizer": ("other", "other"),
     "load_format": ("dummy", "dummy"),
     "dtype": ("float32", "float32"),
