@@ -71,7 +71,7 @@ def build_model(
 
 
 def outline_model(
-    model_class: Callable[[Any], CausalLM], config: ModelConfig, *, dtype: torch.dtype
+    model_class: Callable[[ModelConfig], CausalLM], config: ModelConfig, *, dtype: torch.dtype
 ) -> CausalLM:
     """A model whose parameters have shapes and dtypes and no storage."""
     with torch.device("meta"):
