@@ -252,7 +252,7 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
             return values.normal_(0.0, DUMMY_STD, generator=generator)
         return values.random_(0, 256, generator=generator)
 
-    dtype = model.model.norm.weight.dtype
+    quantized = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantLinear)]
     with torch.no_grad():
         for name, parameter in plain_parameters(model):
             if name.endswith(("bias", "sinks")):
@@ -263,9 +263,8 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
                 parameter.fill_(_DUMMY_EXPONENT)
             else:
                 fill(name, parameter)
-        for name, module in model.named_modules():
-            if isinstance(module, QuantLinear):
-                fill_random(module, partial(fill, f"{name}.weight"), dtype)
+        for name, module in quantized:
+            fill_random(module, partial(fill, f"{name}.weight"), model.model.norm.weight.dtype)
 
 
 def _check_tensors(
