@@ -40,26 +40,6 @@ DEVICE Quad load_constant(const char* p) {
 // Bytes of `a` (0 to 3) and `b` (4 to 7) by the nibbles of `selector`.
 DEVICE u32 choose_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
-// Two 8-bit floats, in the lower half of `bytes`, as fp16.
-DEVICE u32 halves_of_e4m3(u32 bytes) {
-    u32 result;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"((unsigned short)bytes));
-    return result;
-}
-
-DEVICE void halves_of_e4m3(u32 bytes, u32& low, u32& high) {
-    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
-        : "=r"(low), "=r"(high)
-        : "r"(bytes));
-}
-
-// The nearest 8-bit floats, as fp16; the first in the lower half.
-DEVICE u32 rounded_to_e4m3(float first, float second) {
-    unsigned short bytes;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(second), "f"(first));
-    return halves_of_e4m3(bytes);
-}
-
 DEVICE float float_of_half(u32 bits) {
     float result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"((unsigned short)bits));
@@ -75,6 +55,47 @@ DEVICE u32 bfloats_of(float first, float second) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
     return result;
 }
+// Two 8-bit floats, in the lower half of `bytes`, as fp16; and all four.
+DEVICE u32 halves_of_e4m3(u32 bytes) {
+    u32 result;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"((unsigned short)bytes));
+#else
+    u32 apart = __byte_perm(bytes, 0, 0x1404);
+    apart = (apart & 0x80008000) | (apart >> 1 & 0x3f803f80);
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(apart), "r"(0x5c005c00));  // times 2^8
+#endif
+    return result;
+}
+DEVICE void halves_of_e4m3(u32 bytes, u32& low, u32& high) {
+#if __CUDA_ARCH__ >= 890
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+        : "=r"(low), "=r"(high)
+        : "r"(bytes));
+#else
+    low = halves_of_e4m3(bytes), high = halves_of_e4m3(bytes >> 16);
+#endif
+}
+
+// The nearest 8-bit float.
+DEVICE float nearest_e4m3(float x) {
+    x = fminf(fmaxf(x, -448.0f), 448.0f);
+    u32 bits = __float_as_uint(x);
+    float small = (x + 24576.0f) - 24576.0f;  // multiples of 2^-9
+    return fabsf(x) < 0x1p-6f ? small : __uint_as_float((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
+}
+
+// The nearest 8-bit floats, as fp16; the first in the lower half.
+DEVICE u32 rounded_to_e4m3(float first, float second) {
+#if __CUDA_ARCH__ >= 890
+    unsigned short bytes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(second), "f"(first));
+    return halves_of_e4m3(bytes);
+#else
+    return halves_of(nearest_e4m3(first), nearest_e4m3(second));
+#endif
+}
+
 DEVICE u32 subtract_halves(u32 a, u32 b) {
     u32 result;
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
