@@ -8,6 +8,7 @@ own choices in the last step of a measured batch, and stands in a row of its own
 from __future__ import annotations
 
 import gc
+import statistics
 import tempfile
 import time
 import traceback
@@ -16,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perf.ceilings import Ceilings, measure_ceilings
+from perf.ceilings import Ceilings, fp8_matmul_tflops, measure_ceilings
 from perf.decode import BATCH_SIZES, INPUT_LEN, OUTPUT_LEN, Driver, measure_decode
 from perf.gpu_step import ENGINE, Note
 from perf.model_shapes import SHAPES, ModelShape, write_folder
-from perf.offline import measure_agentic, measure_e2e, measure_prefill
+from perf.offline import PREFILL_LENS, measure_agentic, measure_e2e, measure_prefill
 from perf.qwen3_8b import Prompts
 from perf.rows import Measured, Outcome, key_of
 
@@ -87,6 +88,46 @@ def _decode(bench: Bench) -> Iterator[Measured]:
 def _prefill(bench: Bench) -> Iterator[Measured]:
     flops = bench.shape.costs.prefill_flops
     yield from measure_prefill(bench.driver, bench.ceilings, bench.num_repeats, flops)
+    if bench.shape.dtype == "fp8":
+        yield from _share_of_fp8(bench)
+
+
+def _share_of_fp8(bench: Bench) -> Iterator[Measured]:
+    """Prompts of 8192 tokens over linears at the measured rate of fp8 and attention at bf16's."""
+    rates = fp8_matmul_tflops(bench.num_repeats)
+    yield Measured(metric="fp8_matmul_tflops", unit="TFLOP/s", values=rates)
+    flops = bench.shape.costs.prefill_flops(PREFILL_LENS)
+    linear = bench.shape.costs.linear_flops(PREFILL_LENS)
+    floor_s = linear / (statistics.median(rates) * 1e12) + (flops - linear) / bench.ceilings.matmul
+    (rate, *_) = measure_prefill(bench.driver, bench.ceilings, bench.num_repeats)
+    yield Measured(
+        metric="prefill_share_of_floor",
+        unit="ratio",
+        batch=rate.batch,
+        case=rate.case,
+        values=[floor_s * value / sum(PREFILL_LENS) for value in rate.values],
+    )
+
+
+def over_bf16(measured: list[Measured]) -> list[Measured]:
+    """Steps and prompts of quantised shapes as ratios to the same shape in bf16, of one run."""
+    names = {"decode_step_ms": "step_over_bf16", "prefill_tok_s": "prefill_over_bf16"}
+    plain = {
+        (m.metric, m.model, m.batch, m.case): statistics.median(m.values)
+        for m in measured
+        if m.dtype == "bf16" and m.metric in names
+    }
+    return [
+        replace(
+            entry,
+            metric=names[entry.metric],
+            unit="ratio",
+            values=[value / plain[key] for value in entry.values],
+        )
+        for entry in measured
+        if entry.dtype != "bf16"
+        and (key := (entry.metric, entry.model, entry.batch, entry.case)) in plain
+    ]
 
 
 def _e2e(bench: Bench) -> Iterator[Measured]:
@@ -203,6 +244,10 @@ def run(options: Options, note: Note) -> Outcome:
         gc.collect()
         torch.cuda.empty_cache()
         note(f"-- {name}: {time.perf_counter() - start:.1f} s")
+    for entry in over_bf16(measured):
+        measured.append(entry)
+        key = key_of(entry.metric, entry.batch, entry.case, entry.model or "")
+        note(f"{key} {entry.dtype}: {entry.values[0]:.4g}")
     return Outcome(
         measured=measured,
         environment=ceilings.environment,
@@ -219,7 +264,7 @@ def _measure_model(
     options = {name: value for name, value in ENGINE.items() if name != "max_step_ms"}
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder), shape.config)
-        with LLM(folder, **options) as llm:
+        with LLM(folder, **options, **shape.options) as llm:
             prompts = Prompts(vocab_size=shape.config["vocab_size"])
             driver = Driver(llm.engine, prompts)
             bench = Bench(shape, llm, driver, ceilings, num_repeats)

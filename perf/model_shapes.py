@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from compiled_engine.config import EngineConfig, Quantization
 
 CACHE_BYTES = 2  # of a key or value
 
@@ -24,22 +26,32 @@ class ModelShape:
     Attributes:
         name, dtype: as in rows.
         config: the file's content.
+        quantization: the engine's option of that name.
+        quantizes_head: the engine's option `quantize_lm_head`.
     """
 
     name: str
     dtype: str
     config: dict[str, Any]
+    quantization: Quantization = "auto"
+    quantizes_head: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the engine is told besides the folder."""
+        return {"quantization": self.quantization, "quantize_lm_head": self.quantizes_head}
 
     @cached_property
     def costs(self) -> Costs:
         """What its parts weigh and compute."""
         import tempfile
 
-        from compiled_engine.models.config import load_model_config
+        from compiled_engine.settings import model_config_of
 
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self.config))
-            return _costs(load_model_config(Path(folder)))
+            config = EngineConfig(model=folder, load_format="dummy", **self.options)
+            return _costs(model_config_of(config, Path(folder)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +94,13 @@ class Costs:
 
     def prefill_flops(self, prompt_lens: Sequence[int]) -> float:
         """Operations of the layers' products and of causal attention; the head is left out."""
-        values = self.dense_values + self.top_k * self.expert_values
         attended = sum(_pairs(n, window) for n in prompt_lens for window in self.windows)
-        return 2.0 * values * sum(prompt_lens) + 4.0 * self.head_values * attended
+        return self.linear_flops(prompt_lens) + 4.0 * self.head_values * attended
+
+    def linear_flops(self, prompt_lens: Sequence[int]) -> float:
+        """The part of the layers' products."""
+        values = self.dense_values + self.top_k * self.expert_values
+        return 2.0 * values * sum(prompt_lens)
 
     def uniform_distinct(self, batch_size: int) -> float:
         """Experts of a layer that some row goes through, if rows choose uniformly."""
@@ -103,9 +119,9 @@ def _costs(config: Any) -> Costs:
     import torch
 
     from compiled_engine.models import ARCHITECTURES
+    from compiled_engine.models.weights import outline_model
 
-    with torch.device("meta"):
-        model = ARCHITECTURES[config.architecture](config).to(torch.bfloat16)
+    model = outline_model(ARCHITECTURES[config.architecture], config, dtype=torch.bfloat16)
     dense_bytes = expert_bytes = dense_values = expert_values = 0
     for name, parameter in model.named_parameters():
         num_values = parameter.numel() * (1 if parameter.is_floating_point() else 2)
@@ -224,4 +240,13 @@ GPT_OSS_20B = ModelShape(
         "quantization_config": {"quant_method": "mxfp4"},
     },
 )
-SHAPES = {shape.name: shape for shape in (QWEN3_8B, QWEN3_30B_A3B, GPT_OSS_20B)}
+SHAPES = {
+    "qwen3-8b": QWEN3_8B,
+    "qwen3-8b-fp8": replace(QWEN3_8B, dtype="fp8", quantization="fp8"),
+    "qwen3-8b-nvfp4": replace(QWEN3_8B, dtype="nvfp4", quantization="nvfp4"),
+    "qwen3-8b-nvfp4-head": replace(
+        QWEN3_8B, dtype="nvfp4_head", quantization="nvfp4", quantizes_head=True
+    ),
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+}
