@@ -21,8 +21,8 @@ MAX_GROUPS = 64
 MAX_ROWS_TOKENS = 1
 # The same where somebody asks for it by name.
 MAX_ROWS_PAIRS = 4096
-# Tokens up to which the weights of an expert are read once for all of its pairs.
-MAX_STREAM_TOKENS = 512
+# Pairs of an expert to expect, up to which its weights are read once for all of them.
+MAX_STREAM_PAIRS = 16
 _FP8_BLOCK = 128
 _MXFP4_GROUP = 32
 
@@ -92,6 +92,10 @@ def _rejects_rows(traits: Traits) -> str | None:
     return _rejects(traits)
 
 
+def _pairs_of_expert(traits: Traits) -> float:
+    return traits["num_tokens"] * traits["top_k"] / traits["num_experts"]
+
+
 def _why_rows_are_slower(traits: Traits) -> str | None:
     if traits["num_tokens"] > MAX_ROWS_TOKENS:
         return "reads weights again for every pair"
@@ -99,7 +103,7 @@ def _why_rows_are_slower(traits: Traits) -> str | None:
 
 
 def _why_stream_is_slower(traits: Traits) -> str | None:
-    if traits["num_tokens"] > MAX_STREAM_TOKENS:
+    if _pairs_of_expert(traits) > MAX_STREAM_PAIRS:
         return "reads weights again for every few pairs"
     return None
 
@@ -200,15 +204,19 @@ def select_experts(kernel: str, target: Target, dtype: torch.dtype, traits: Trai
 
 
 # By products, first and second.
-_ROWS = (RowsConfig(2, 2048, 1, 8), RowsConfig(4, 256, 24, 4))
-_ROWS_MXFP4 = (RowsConfig(2, 1024, 3, 4), RowsConfig(4, 1024, 12, 4))
+_ROWS = (RowsConfig(2, 2048, 1, 4), RowsConfig(4, 256, 12, 4))
+_ROWS_MXFP4 = (RowsConfig(4, 1024, 3, 4), RowsConfig(4, 1024, 12, 4))
 # By pairs of an expert to expect, up to.
 _STREAM = {
-    2: (StreamConfig(64, 8, 128, 4, 4), StreamConfig(64, 8, 128, 4, 4)),
-    4: (StreamConfig(64, 16, 128, 4, 4), StreamConfig(64, 16, 128, 4, 4)),
-    16: (StreamConfig(128, 32, 64, 4, 4), StreamConfig(64, 32, 128, 3, 4)),
+    0.2: (StreamConfig(64, 8, 128, 3, 2), StreamConfig(64, 8, 128, 3, 2)),
+    0.5: (StreamConfig(128, 8, 128, 3, 4), StreamConfig(64, 8, 128, 3, 2)),
+    4: (StreamConfig(128, 16, 128, 3, 4), StreamConfig(64, 16, 128, 4, 4)),
 }
-_STREAM_MORE = (StreamConfig(128, 64, 64, 4, 4), StreamConfig(128, 64, 64, 4, 4))
+_STREAM_MORE = (StreamConfig(128, 32, 64, 5, 4), StreamConfig(64, 32, 128, 4, 4))
+_STREAM_MXFP4 = {
+    1: (StreamConfig(128, 8, 128, 3, 4), StreamConfig(64, 8, 128, 3, 4)),
+}
+_STREAM_MXFP4_MORE = (StreamConfig(128, 16, 128, 3, 4), StreamConfig(32, 16, 128, 3, 2))
 # By pairs of an expert to expect, up to.
 _TILES = {
     64: (
@@ -221,8 +229,8 @@ _TILES_MORE = (
     PairTilesConfig(128, 256, 64, 4, 8, True),
 )
 _TILES_PACKED = (
-    PairTilesConfig(128, 128, 64, 3, 8),
-    PairTilesConfig(128, 128, 64, 3, 8),
+    PairTilesConfig(64, 64, 64, 3, 4),
+    PairTilesConfig(64, 128, 64, 3, 4),
 )
 
 
@@ -236,14 +244,13 @@ def pick_rows(traits: Traits) -> tuple[RowsConfig, RowsConfig]:
     return first, second
 
 
-def _pairs_of_expert(traits: Traits) -> float:
-    return traits["num_tokens"] * traits["top_k"] / traits["num_experts"]
-
-
 def pick_stream(traits: Traits) -> tuple[StreamConfig, StreamConfig]:
     """The sizes of the kernels that stream weights."""
     pairs = _pairs_of_expert(traits)
-    return next((c for most, c in _STREAM.items() if pairs <= most), _STREAM_MORE)
+    table, more = _STREAM, _STREAM_MORE
+    if traits["is_mxfp4"]:
+        table, more = _STREAM_MXFP4, _STREAM_MXFP4_MORE
+    return next((c for most, c in table.items() if pairs <= most), more)
 
 
 def pick_tiles(traits: Traits) -> tuple[PairTilesConfig, PairTilesConfig]:

@@ -47,7 +47,7 @@ def operands(num_tokens, format="", dtype=torch.bfloat16, size=64, inner=32):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "kernel"), [(1, "rows"), (8, "stream"), (128, "stream"), (8192, "tiles")]
+    ("num_tokens", "kernel"), [(1, "rows"), (8, "stream"), (64, "stream"), (128, "tiles"), (8192, "tiles")]
 )
 def test_the_kernel_follows_the_tokens(num_tokens, kernel):
     traits = traits_of(operands(num_tokens))
