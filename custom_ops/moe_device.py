@@ -20,8 +20,9 @@ def activate(
 ) -> tl.tensor:
     """What stands between an expert's two products, in fp32; see `reference_moe.activate`."""
     if CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
         gate = gate / (1.0 + tl.exp(-alpha * gate))
     else:
         gate = gate / (1.0 + tl.exp(-gate))

@@ -1,9 +1,9 @@
 """Triton kernels of `route`, and their launcher: scores, the best experts, pairs sorted by expert.
 
-Few tokens take one program. More take two kernels: the first has a program for some tokens each and
-leaves how often they chose each expert, the second adds those counts up and sorts. A warp has one
-token at a time, so that the best of its experts is found by reductions of a whole warp. All of it is
-exact, so results do not depend on how tokens are cut into tiles.
+Few tokens take one program. More take two kernels: the first has a program for some tokens each
+and leaves how often they chose each expert, the second adds those counts up and sorts. A warp has
+one token at a time, so that the best of its experts is found by reductions of a whole warp. All of
+it is exact, so results do not depend on how tokens are cut into tiles.
 """
 
 from __future__ import annotations

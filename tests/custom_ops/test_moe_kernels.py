@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 HOPPER = Target("cuda", 90)
 
 
-@pytest.mark.parametrize("name", ["rows", "stream", "tiles", "route"])
+@pytest.mark.parametrize("name", ["rows", "stream", "tiles", "route", "route_steps"])
 def test_interpreted_kernels_equal_the_references(name):
     run_interpreted("tests.helpers.interpreted_moe", name)
 
@@ -47,7 +47,8 @@ def operands(num_tokens, format="", dtype=torch.bfloat16, size=64, inner=32):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "kernel"), [(1, "rows"), (8, "stream"), (64, "stream"), (128, "tiles"), (8192, "tiles")]
+    ("num_tokens", "kernel"),
+    [(1, "rows"), (8, "stream"), (64, "stream"), (128, "tiles"), (8192, "tiles")],
 )
 def test_the_kernel_follows_the_tokens(num_tokens, kernel):
     traits = traits_of(operands(num_tokens))

@@ -14,10 +14,18 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops import moe, moe_rows, moe_stream, moe_tiles, reference_moe
+from compiled_engine.custom_ops import (
+    moe,
+    moe_route,
+    moe_rows,
+    moe_stream,
+    moe_tiles,
+    reference_moe,
+)
 from compiled_engine.custom_ops.moe_config import PairTilesConfig, RowsConfig, StreamConfig
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
 from compiled_engine.custom_ops.moe_route import Routing, launch_route
@@ -154,6 +162,19 @@ def check_route() -> None:
                 assert torch.equal(got[1], expected[1]), (num_tokens, num_experts, routing)
 
 
+def check_route_steps() -> None:
+    """Tiles of several steps, the last one cut short, and experts that fill no warp."""
+    routing = Routing(2, "softmax", True, 1, 1, 1.0)
+    for num_tokens, num_experts in ((601, 8), (150, 70)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moe_route, "MAX_TILES", 5)
+            patch.setattr(moe_route, "MAX_TABLE", 64)
+            logits = torch.randn(num_tokens, num_experts)
+            got = launch_route(logits, None, routing)
+        check_sorted(got[1], got[2], got[3], num_experts)
+        assert torch.equal(got[1], reference_moe.route(logits, None, *routing)[1])
+
+
 def check_sorted(ids: Tensor, order: Tensor, offsets: Tensor, num_experts: int) -> None:
     """Pairs are sorted by expert, stably, and ids are in range."""
     experts, expected = ids.flatten().sort(stable=True)
@@ -163,7 +184,13 @@ def check_sorted(ids: Tensor, order: Tensor, offsets: Tensor, num_experts: int) 
     assert torch.equal(offsets, torch.searchsorted(experts, edges, out_int32=True))
 
 
-CHECKS = {"rows": check_rows, "stream": check_stream, "tiles": check_tiles, "route": check_route}
+CHECKS = {
+    "rows": check_rows,
+    "stream": check_stream,
+    "tiles": check_tiles,
+    "route": check_route,
+    "route_steps": check_route_steps,
+}
 
 
 if __name__ == "__main__":
