@@ -214,7 +214,7 @@ _STREAM = {
 }
 _STREAM_MORE = (StreamConfig(128, 32, 64, 5, 4), StreamConfig(64, 32, 128, 4, 4))
 _STREAM_MXFP4 = {
-    1: (StreamConfig(128, 8, 128, 3, 4), StreamConfig(64, 8, 128, 3, 4)),
+    1.0: (StreamConfig(128, 8, 128, 3, 4), StreamConfig(64, 8, 128, 3, 4)),
 }
 _STREAM_MXFP4_MORE = (StreamConfig(128, 16, 128, 3, 4), StreamConfig(32, 16, 128, 3, 2))
 # By pairs of an expert to expect, up to.
