@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.moe_config import PairTilesConfig, RowsConfig, StreamConfig
+from compiled_engine.custom_ops.moe_config import (
+    PackedExpertsConfig,
+    PairTilesConfig,
+    RowsConfig,
+    StreamConfig,
+)
 from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits, best_of
 
 # Of a router, that its kernels take.
@@ -23,6 +28,8 @@ MAX_ROWS_TOKENS = 1
 MAX_ROWS_PAIRS = 4096
 # Pairs of an expert to expect, up to which its weights are read once for all of them.
 MAX_STREAM_PAIRS = 16
+# The same of packed weights that become 16-bit floats in registers.
+MAX_PACKED_PAIRS = 32
 _FP8_BLOCK = 128
 _MXFP4_GROUP = 32
 
@@ -66,6 +73,7 @@ def experts_traits(
         "is_mxfp4": format == "mxfp4",
         "has_one_dtype": all(t.dtype == x.dtype for t in others),
         "is_contiguous": gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == 1,
+        "is_aligned": x.stride(0) % 8 == 0,
         "is_bf16": x.dtype == torch.bfloat16,
     }
 
@@ -108,6 +116,20 @@ def _why_stream_is_slower(traits: Traits) -> str | None:
     return None
 
 
+def _rejects_packed(traits: Traits) -> str | None:
+    if not traits["is_mxfp4"]:
+        return "takes weights in mxfp4"
+    if not traits["is_aligned"]:
+        return "needs rows of x at multiples of 16 bytes"
+    return _rejects(traits)
+
+
+def _why_packed_is_slower(traits: Traits) -> str | None:
+    if _pairs_of_expert(traits) > MAX_PACKED_PAIRS:
+        return "reads weights again for every few pairs"
+    return None
+
+
 def _rejects_library(traits: Traits) -> str | None:
     rules = (
         (traits["is_plain"] and traits["is_bf16"], "takes plain weights in bf16"),
@@ -144,6 +166,13 @@ CANDIDATES: tuple[Candidate, ...] = (
         tags=("scores, choice and sort in one kernel, in two for many tokens",),
     ),
     Candidate(family="route", mode="top_k", name="torch", priority=Priority.REFERENCE),
+    _on_gpu(
+        "packed",
+        Priority.SPECIALIZED,
+        rejects=_rejects_packed,
+        slower=_why_packed_is_slower,
+        tags=("packed weights of experts in use once, to tensor cores through registers",),
+    ),
     _on_gpu(
         "rows",
         Priority.SPECIALIZED,
@@ -232,6 +261,20 @@ _TILES_PACKED = (
     PairTilesConfig(64, 64, 64, 3, 4),
     PairTilesConfig(64, 128, 64, 3, 4),
 )
+
+
+# By pairs of an expert to expect, up to.
+_PACKED = {
+    2: (PackedExpertsConfig(8, 1, 4, 3, 4), PackedExpertsConfig(8, 1, 4, 3, 4)),
+    6: (PackedExpertsConfig(16, 1, 4, 3, 3), PackedExpertsConfig(16, 1, 4, 3, 3)),
+}
+_PACKED_MORE = (PackedExpertsConfig(32, 1, 4, 3, 2), PackedExpertsConfig(32, 1, 4, 3, 2))
+
+
+def pick_packed(traits: Traits) -> tuple[PackedExpertsConfig, PackedExpertsConfig]:
+    """The sizes of the kernels for packed weights."""
+    pairs = _pairs_of_expert(traits)
+    return next((c for most, c in _PACKED.items() if pairs <= most), _PACKED_MORE)
 
 
 def pick_rows(traits: Traits) -> tuple[RowsConfig, RowsConfig]:

@@ -63,3 +63,22 @@ class PairTilesConfig:
     num_warps: int
     has_descriptors: bool = False
     swath: int = 1
+
+
+@dataclass(frozen=True)
+class PackedExpertsConfig:
+    """Sizes of the kernel for packed weights and few pairs of an expert.
+
+    Attributes:
+        pairs: of an expert, multiplied at a time: 8, 16, 24 or 32.
+        sixteens: groups of 16 rows of the weight that a block of threads owns.
+        warps: of a block, that divide the columns.
+        ahead: pieces of 128 bytes of each row on their way to the registers of a warp.
+        resident: blocks of threads for which a multiprocessor has registers.
+    """
+
+    pairs: int = 8
+    sixteens: int = 1
+    warps: int = 4
+    ahead: int = 3
+    resident: int = 4

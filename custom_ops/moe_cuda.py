@@ -10,6 +10,7 @@ from torch import Tensor
 from compiled_engine.custom_ops import reference_moe
 from compiled_engine.custom_ops.moe_choice import (
     experts_traits,
+    pick_packed,
     pick_rows,
     pick_stream,
     pick_tiles,
@@ -63,6 +64,10 @@ def run_experts(kernel: str, operands: ExpertOperands, traits: dict[str, int]) -
     """Runs a kernel that can serve."""
     if operands.ids.numel() == 0:
         return torch.zeros_like(operands.x)
+    if kernel == "packed":
+        from compiled_engine.custom_ops.moe_packed import launch_packed_experts
+
+        return launch_packed_experts(operands, *pick_packed(traits))
     if kernel == "rows":
         from compiled_engine.custom_ops.moe_rows import launch_rows
 

@@ -1,0 +1,75 @@
+"""The kernel for packed experts, emulated, against the reference."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from compiled_engine.custom_ops import cuda_build, moe, moe_packed, reference_moe
+from compiled_engine.custom_ops.moe_config import PackedExpertsConfig
+from compiled_engine.custom_ops.moe_operands import ExpertOperands
+from tests.helpers import cuda_emulator
+from tests.helpers.emulated_experts import run_emulated
+from tests.helpers.tolerances import assert_close
+
+SMALL = PackedExpertsConfig(8, 1, 2, 2, 1), PackedExpertsConfig(8, 2, 1, 3, 1)
+WIDE = PackedExpertsConfig(16, 2, 3, 1, 1), PackedExpertsConfig(24, 1, 2, 4, 1)
+
+
+def operands_of(shape, *, dtype=torch.bfloat16, is_clamped=True, has_bias=True, skew=0.0):
+    """Seeded arguments; shape: tokens, experts, experts a token, sizes."""
+    num_tokens, num_experts, top_k, size, inner = shape
+    generator = torch.Generator().manual_seed(num_tokens)
+    weights = moe.random_expert_weights(
+        num_experts,
+        size,
+        inner,
+        dtype=dtype,
+        generator=generator,
+        format="mxfp4",
+        has_bias=has_bias,
+    )
+    x = torch.randn(num_tokens, size + 8, generator=generator).to(dtype)[:, :size]
+    logits = torch.randn(num_tokens, num_experts, generator=generator)
+    logits += skew * torch.linspace(0, 1, num_experts)
+    routes = moe.Routes(*reference_moe.route(logits, None, top_k, "softmax", True, 1, 1, 1.0))
+    activation = moe.Activation("swiglu_clamped", 1.702, 1.5) if is_clamped else moe.Activation()
+    return ExpertOperands(*moe.expert_arguments(x, routes, weights, activation))
+
+
+@pytest.mark.parametrize(
+    ("shape", "configs", "options"),
+    [
+        ((1, 32, 4, 320, 96), SMALL, {}),
+        ((1, 70, 5, 96, 64), WIDE, {"dtype": torch.float16}),
+        ((9, 3, 2, 64, 544), SMALL, {"skew": 9.0}),
+        ((40, 5, 4, 608, 160), WIDE, {"is_clamped": False, "has_bias": False}),
+        ((3, 1, 1, 32, 32), SMALL, {}),
+    ],
+)
+def test_the_emulated_kernel_equals_the_reference(shape, configs, options):
+    operands = operands_of(shape, **options)
+    run = functools.partial(run_emulated, operands, *configs)
+    got = run()
+    assert_close(str(shape), got, reference_moe.experts(*operands), factor=8.0)
+    assert torch.equal(got, run(order=cuda_emulator.DESCENDING))
+
+
+def test_scales_of_any_exponent_are_exact():
+    operands = operands_of((4, 2, 1, 64, 32), has_bias=False)
+    scale = operands.gate_up_scale
+    scale.copy_(torch.randint(0, 250, scale.shape, dtype=torch.uint8))
+    operands = operands._replace(x=operands.x * 2.0**-60)
+    got = run_emulated(operands, *SMALL)
+    assert_close("scales", got, reference_moe.experts(*operands), factor=8.0)
+    scale[:, 0, 0] = 255
+    assert run_emulated(operands, *SMALL).isnan().all()
+
+
+def test_the_kernel_compiles_without_spills():
+    operands = operands_of((1, 2, 1, 64, 64))
+    variant = moe_packed.variant_of(operands, SMALL[0], is_down=False)
+    cubin = cuda_build.compile_source(moe_packed.SOURCE, "sm_90a", variant.flags)
+    assert "0 bytes spill stores" in cubin.log
