@@ -265,8 +265,8 @@ _TILES_PACKED = (
 
 # By pairs of an expert to expect, up to.
 _PACKED = {
-    2: (PackedExpertsConfig(8, 1, 4, 3, 4), PackedExpertsConfig(8, 1, 4, 3, 4)),
-    6: (PackedExpertsConfig(16, 1, 4, 3, 3), PackedExpertsConfig(16, 1, 4, 3, 3)),
+    2.0: (PackedExpertsConfig(8, 1, 4, 3, 4), PackedExpertsConfig(8, 1, 4, 3, 4)),
+    6.0: (PackedExpertsConfig(16, 1, 4, 3, 3), PackedExpertsConfig(16, 1, 4, 3, 3)),
 }
 _PACKED_MORE = (PackedExpertsConfig(32, 1, 4, 3, 2), PackedExpertsConfig(32, 1, 4, 3, 2))
 
