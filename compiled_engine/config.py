@@ -75,6 +75,7 @@ class EngineConfig:
         max_step_ms: while requests decode, compute prompts in chunks whose step stays below this
             many milliseconds; GPU only.
         disable_passes: names of FX passes to leave out.
+        enable_passes: names of FX passes to run although they are off by default on the device.
         dump_graphs: folder for the graph of every compiled piece, before and after each pass;
             caches of compiled code are neither read nor written then.
         inductor_pdl: let kernels that Inductor generates start while the one before them ends, as
@@ -112,6 +113,7 @@ class EngineConfig:
     device_loop: bool = False
     max_step_ms: float | None = None
     disable_passes: tuple[str, ...] = ()
+    enable_passes: tuple[str, ...] = ()
     dump_graphs: Path | None = None
     inductor_pdl: bool = False
     kernels: tuple[str, ...] = ()
@@ -248,7 +250,7 @@ def config_from_json(text: str) -> EngineConfig:
     fields = json.loads(text)
     for name in ("cache_dir", "dump_graphs"):
         fields[name] = None if fields[name] is None else Path(fields[name])
-    for name in ("disable_passes", "kernels"):
+    for name in ("disable_passes", "enable_passes", "kernels"):
         fields[name] = tuple(fields[name])
     return EngineConfig(**fields)
 

@@ -95,7 +95,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
     check_options(config, device)
-    driver = CompileDriver(config, kept_ops=kept_ops(device))
+    driver = CompileDriver(config, kept_ops=kept_ops(device), device_type=device.type)
     folder = find_model(config, progress)
     model_config = model_config_of(config, folder)
     model = _load_model(config, model_config, folder, device, progress)

@@ -88,7 +88,11 @@ def test_the_readme_lists_every_flag_with_its_default(config):
         names = [
             flag,
             f"no-{flag}",
-            {"disable-passes": "disable-pass", "kernels": "kernel"}.get(flag, flag),
+            {
+                "disable-passes": "disable-pass",
+                "enable-passes": "enable-pass",
+                "kernels": "kernel",
+            }.get(flag, flag),
         ]
         found = next((name for name in names if name in rows), None)
         assert found, f"--{flag} is missing from the README's table"

@@ -29,6 +29,7 @@ C = TypeVar("C", EngineConfig, ServerConfig)
 _FLAGS: dict[str, tuple[str, ...]] = {
     "chunked_prefill_size": ("--chunked-prefill-size", "--max-num-batched-tokens"),
     "disable_passes": ("--disable-pass",),
+    "enable_passes": ("--enable-pass",),
     "kernels": ("--kernel",),
 }
 _METAVARS = {int: "N", float: "X", Path: "DIR", str: "TEXT"}
@@ -96,7 +97,7 @@ def config_from_args(config_class: type[C], args: argparse.Namespace) -> C:
         ConfigError: a value is out of range.
     """
     given = {f.name: getattr(args, f.name) for f in fields(config_class) if f.name in args}
-    for name in ("disable_passes", "kernels"):
+    for name in ("disable_passes", "enable_passes", "kernels"):
         if name in given:
             given[name] = tuple(given[name])
     return config_class(**given)

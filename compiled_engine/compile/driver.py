@@ -17,6 +17,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.passes import PassPipeline
+from compiled_engine.passes.defaults import disabled_passes
 from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pipeline import PieceTraits
 
@@ -30,17 +31,26 @@ class CompileDriver:
         config: `enforce_eager`, `disable_passes`, `kernels`, `dump_graphs` and the cache folder are
             read.
         kept_ops: fused ops that have a kernel on this device and stay in the graph.
+        device_type: "cpu" or "cuda": leaves out the passes that do not pay there.
 
     Raises:
         ConfigError: an unknown name in `disable_passes` or `kernels`, a folder for graphs that
             cannot be made.
     """
 
-    def __init__(self, config: EngineConfig, *, kept_ops: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        kept_ops: frozenset[str] = frozenset(),
+        device_type: str = "",
+    ) -> None:
         self.counters = CompileCounters()
         self.is_eager = config.enforce_eager
         self.kept_ops = kept_ops
-        self.disabled_passes = config.disable_passes
+        self.disabled_passes = disabled_passes(
+            device_type, disabled=config.disable_passes, enabled=config.enable_passes
+        )
         self.registry = make_registry(config.kernels)
         self.options = {"triton.enable_pdl": True} if config.inductor_pdl else {}
         self.dump_folder = config.dump_graphs

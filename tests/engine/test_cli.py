@@ -50,6 +50,7 @@ ENGINE_VALUES = {
     "scheduler": ("torch", "torch"),
     "device_loop": (None, True),
     "max_step_ms": ("15", 15.0),
+    "enable_passes": ("use_linear_op", ("use_linear_op",)),
     "disable_passes": ("fuse_add_rms_norm", ("fuse_add_rms_norm",)),
     "dump_graphs": ("/graphs", Path("/graphs")),
     "inductor_pdl": (None, True),

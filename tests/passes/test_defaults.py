@@ -1,0 +1,62 @@
+"""Passes that are off on a device, and the options that say otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiled_engine.compile.driver import CompileDriver
+from compiled_engine.config import EngineConfig
+from compiled_engine.errors import ConfigError
+from compiled_engine.passes import PASS_NAMES
+from compiled_engine.passes.defaults import OFF_BY_DEFAULT, disabled_passes
+from compiled_engine.passes.pipeline import PieceTraits
+
+
+@pytest.mark.parametrize("device_type", OFF_BY_DEFAULT)
+def test_the_table_names_passes_and_says_why(device_type: str):
+    for name, reason in OFF_BY_DEFAULT[device_type].items():
+        assert name in PASS_NAMES
+        assert len(reason.split()) > 3
+    expected = tuple(OFF_BY_DEFAULT[device_type])
+    assert disabled_passes(device_type, disabled=(), enabled=()) == expected
+    # No pass is off everywhere.
+    assert set.intersection(*map(set, OFF_BY_DEFAULT.values())) == set()
+
+
+def test_options_add_and_take_away():
+    assert disabled_passes("cuda", disabled=(), enabled=("use_linear_op",)) == ()
+    found = disabled_passes("cuda", disabled=("fuse_linear", "use_linear_op"), enabled=())
+    assert found == ("fuse_linear", "use_linear_op")
+    assert disabled_passes("", disabled=(), enabled=()) == ()
+    assert disabled_passes("cpu", disabled=(), enabled=("lift_rope",)) == tuple(
+        OFF_BY_DEFAULT["cpu"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"enable_passes": ("fuse_everything",)}, "--enable-pass fuse_everything: no such pass"),
+        (
+            {"enable_passes": ("fuse_linear",), "disable_passes": ("fuse_linear",)},
+            "contradict each other",
+        ),
+    ],
+)
+def test_mistakes_are_refused(options: dict[str, tuple[str, ...]], said: str):
+    with pytest.raises(ConfigError, match=said) as caught:
+        CompileDriver(EngineConfig(model="m", **options))  # type: ignore[arg-type]
+    assert caught.value.param == "enable_passes"
+
+
+def test_a_driver_runs_what_pays_on_its_device(tmp_path):
+    config = EngineConfig(model="m", cache_dir=tmp_path, enable_passes=("fuse_linear",))
+    cpu = CompileDriver(config, device_type="cpu")
+    assert cpu.runs_pass("use_linear_op")
+    assert cpu.runs_pass("fuse_linear")
+    assert not cpu.runs_pass("decode_attention")
+    cuda = CompileDriver(EngineConfig(model="m", cache_dir=tmp_path), device_type="cuda")
+    assert not cuda.runs_pass("use_linear_op")
+    assert cuda.runs_pass("decode_attention")
+    made = [driver.passes(PieceTraits()).uuid() for driver in (cpu, cuda)]
+    assert made[0] != made[1]
