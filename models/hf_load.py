@@ -14,7 +14,7 @@ from compiled_engine.errors import ConfigError
 from compiled_engine.models.checkpoint import checkpoint_files, list_names
 from compiled_engine.models.hf_attention import INTERFACE, register_interfaces
 from compiled_engine.models.hf_config import HfModelConfig
-from compiled_engine.models.hf_model import HfCausalLM, interface_config, new_model
+from compiled_engine.models.hf_model import HfCausalLM, new_config, new_model, prepared_model
 from compiled_engine.models.hf_plan import plan_model
 from compiled_engine.models.weights import init_dummy_weights
 
@@ -89,7 +89,7 @@ def _read(
     try:
         theirs, info = AutoModelForCausalLM.from_pretrained(
             config.folder,
-            config=interface_config(config),
+            config=new_config(config),
             attn_implementation=INTERFACE,
             dtype=dtype,
             device_map={"": device},
@@ -105,7 +105,7 @@ def _read(
             f"the weights in {config.folder} cannot be loaded: {text}", param="model"
         ) from error
     _check(config, info)
-    return theirs.eval()
+    return prepared_model(theirs)
 
 
 def _check(config: HfModelConfig, info: dict[str, Any]) -> None:

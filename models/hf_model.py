@@ -49,24 +49,30 @@ def new_model(config: HfModelConfig, *, dtype: torch.dtype) -> Any:
 
     register_interfaces()
     try:
-        return AutoModelForCausalLM.from_config(
-            interface_config(config),
+        theirs = AutoModelForCausalLM.from_config(
+            new_config(config),
             attn_implementation=INTERFACE,
             trust_remote_code=config.trust_remote_code,
             dtype=dtype,
-        ).eval()
-    except Exception as error:  # the model's own code: whatever it raises is the reason
-        refuse_model(
-            config.architecture, f"it cannot be made with attention of ours: {error}", error
         )
+    except Exception as error:  # the model's own code: whatever it raises is the reason
+        reason = f"it cannot be made with attention of ours: {type(error).__name__}: {error}"
+        refuse_model(config.architecture, reason, error)
+    return prepared_model(theirs)
 
 
-def interface_config(config: HfModelConfig) -> Any:
-    """transformers' config of the model, a new one, which asks for our experts."""
+def new_config(config: HfModelConfig) -> Any:
+    """transformers' config of the model, a new one."""
     theirs = transformers_config(config.folder, trust_remote_code=config.trust_remote_code)
-    theirs._experts_implementation = INTERFACE
     theirs.use_cache = False
     return theirs
+
+
+def prepared_model(theirs: Any) -> Any:
+    """transformers' model, in place: for inference, with experts of ours."""
+    # Only now: older versions refuse a name of others while a model is made.
+    theirs.config._experts_implementation = INTERFACE
+    return theirs.eval()
 
 
 class HfLayer(nn.Module):
@@ -238,7 +244,12 @@ class HfCausalLM(CausalLM):
             plain = self.embed(positions, positions)
             turned = self.embed(positions[moved], positions[moved])
             before = zip((plain[0], *plain[1]), (turned[0], *turned[1]), strict=True)
-            pairs = [("what is in front of the layers", *pair) for pair in before]
+            # Whole numbers are places: whether they matter shows in the layers.
+            pairs = [
+                ("what is in front of the layers", *pair)
+                for pair in before
+                if pair[0].is_floating_point()
+            ]
             firsts = {layer.kind: layer for layer in reversed(self._hf_layers)}
             for layer in firsts.values():
                 one, other = (

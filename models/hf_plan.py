@@ -179,7 +179,7 @@ def refuse_model(name: str, reason: str, cause: Exception) -> NoReturn:
 def _plan(model: nn.Module, num_layers: int) -> ModelPlan:
     owner, name = find_layers(model, num_layers)
     layers = list(getattr(owner, name))
-    first, second = (_tapped(model, owner, name, length) for length in LENGTHS)
+    first, second = (_calls(model, owner, name, length) for length in LENGTHS)
     prepared: list[Tensor] = []
     calls = [_layer_call(seen, prepared) for seen in first]
     others: list[Tensor] = []
@@ -217,13 +217,27 @@ def _plan(model: nn.Module, num_layers: int) -> ModelPlan:
     return ModelPlan(plans, kinds_of_prepared, shared, num_heads, attention.key[1], head_dim)
 
 
-def _tapped(model: nn.Module, owner: nn.Module, name: str, length: int) -> list[Any]:
+def _calls(model: nn.Module, owner: nn.Module, name: str, length: int) -> list[Any]:
+    """What the layers are called with; each returns a tensor, or a tuple that holds it first."""
+    try:
+        return _tapped(model, owner, name, length, num_returned=0)
+    except ConfigError:
+        raise
+    except Exception as error:  # the model's own code, given a tensor where it takes a tuple
+        try:
+            return _tapped(model, owner, name, length, num_returned=1)
+        except Exception:  # the first is the one that says why
+            raise error from None
+
+
+def _tapped(
+    model: nn.Module, owner: nn.Module, name: str, length: int, *, num_returned: int
+) -> list[Any]:
     """One forward with taps in the place of the layers; what each was called with."""
     layers = getattr(owner, name)
     log = TapLog()
-    setattr(
-        owner, name, nn.ModuleList(LayerTap(log, i, 0, layer) for i, layer in enumerate(layers))
-    )
+    taps = (LayerTap(log, index, num_returned, layer) for index, layer in enumerate(layers))
+    setattr(owner, name, nn.ModuleList(taps))
     try:
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
         call_model(model, input_ids=ids, position_ids=ids)
