@@ -29,7 +29,7 @@ MAX_ROWS_PAIRS = 4096
 # Pairs of an expert to expect, up to which its weights are read once for all of them.
 MAX_STREAM_PAIRS = 16
 # The same of packed weights that become 16-bit floats in registers.
-MAX_PACKED_PAIRS = 32
+MAX_PACKED_PAIRS = 8
 _FP8_BLOCK = 128
 _MXFP4_GROUP = 32
 
@@ -265,10 +265,10 @@ _TILES_PACKED = (
 
 # By pairs of an expert to expect, up to.
 _PACKED = {
-    2.0: (PackedExpertsConfig(8, 1, 4, 3, 4), PackedExpertsConfig(8, 1, 4, 3, 4)),
-    6.0: (PackedExpertsConfig(16, 1, 4, 3, 3), PackedExpertsConfig(16, 1, 4, 3, 3)),
+    2.0: (PackedExpertsConfig(8, 1, 6, 1, 4), PackedExpertsConfig(8, 1, 6, 1, 4)),
+    4.0: (PackedExpertsConfig(16, 2, 6, 1, 2), PackedExpertsConfig(16, 2, 6, 1, 2)),
 }
-_PACKED_MORE = (PackedExpertsConfig(32, 1, 4, 3, 2), PackedExpertsConfig(32, 1, 4, 3, 2))
+_PACKED_MORE = (PackedExpertsConfig(32, 2, 4, 3, 2), PackedExpertsConfig(32, 2, 4, 3, 2))
 
 
 def pick_packed(traits: Traits) -> tuple[PackedExpertsConfig, PackedExpertsConfig]:

@@ -107,29 +107,37 @@ def scaled_linear_traits(
     }
 
 
-# Configurations for one token, by the bits of a weight's values and whether its rows are long.
+# Sizes by the bits of a weight's values and whether its rows are long, as measured on an H200: for
+# one token, and for more, up to so many.
 _ONE = {
-    (8, False): PackedConfig(1, 8, 4, 2),
+    (8, False): PackedConfig(1, 8, 2, 2),
     (8, True): PackedConfig(1, 8, 4, 2),
-    (4, False): PackedConfig(1, 8, 2, 2),
-    (4, True): PackedConfig(1, 8, 2, 2),
+    (4, False): PackedConfig(1, 8, 2, 3, 3),
+    (4, True): PackedConfig(1, 16, 1, 2),
 }
-# For more, up to so many.
 _MORE = {
-    8: {8: PackedConfig(1, 8, 2, 2), 4: PackedConfig(1, 8, 2, 2)},
-    16: {8: PackedConfig(2, 8, 1, 2), 4: PackedConfig(1, 8, 1, 2)},
-    32: {8: PackedConfig(2, 8, 1, 1), 4: PackedConfig(2, 8, 1, 1)},
+    8: {
+        (8, False): PackedConfig(2, 8, 1, 2),
+        (8, True): PackedConfig(1, 8, 4, 2),
+        (4, False): PackedConfig(4, 8, 1, 1),
+        (4, True): PackedConfig(4, 8, 1, 1),
+    },
+    32: {
+        (8, False): PackedConfig(4, 8, 1, 1),
+        (8, True): PackedConfig(2, 8, 2, 1),
+        (4, False): PackedConfig(4, 8, 1, 1),
+        (4, True): PackedConfig(2, 8, 1, 1),
+    },
 }
 _LONG_SIZE = 8192
 
 
 def pick_config(traits: Traits) -> PackedConfig:
     """Sizes of the kernel "packed"; they can be made for every product it takes."""
-    bits = 4 if traits["is_packed"] else 8
+    kind = (4 if traits["is_packed"] else 8, traits["size"] > _LONG_SIZE)
     if traits["num_tokens"] == 1:
-        return _ONE[bits, traits["size"] > _LONG_SIZE]
-    limit = next(limit for limit in _MORE if traits["num_tokens"] <= limit)
-    return _MORE[limit][bits]
+        return _ONE[kind]
+    return next(configs for limit, configs in _MORE.items() if traits["num_tokens"] <= limit)[kind]
 
 
 def _rejects_packed(traits: Traits) -> str | None:

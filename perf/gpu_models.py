@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def _decode(bench: Bench) -> Iterator[Measured]:
     costs = bench.shape.costs
     distinct = dict.fromkeys(BATCH_SIZES, 0.0)
     if costs.num_experts:
-        distinct = {size: count_distinct(bench.driver, size) for size in BATCH_SIZES}
+        distinct = count_distinct(bench.driver, BATCH_SIZES)
 
     def floor_bytes(context_tokens: float, batch_size: int) -> float:
         return costs.step_bytes(context_tokens, batch_size, distinct[batch_size])
@@ -146,23 +146,27 @@ PARTS: dict[str, Callable[[Bench], Iterator[Measured]]] = {
 }
 
 
-def count_distinct(driver: Driver, batch_size: int) -> float:
-    """Experts of a layer that a decode step of a batch goes through, mean of the layers.
+def count_distinct(driver: Driver, batch_sizes: Sequence[int]) -> dict[int, float]:
+    """Experts of a layer that a decode step of so many rows goes through, mean of the layers.
 
-    A batch as `measure_decode` has it is run to its end; its last step is then computed again, each
-    row by the plain model over the row's whole sequence, to see what the routers choose.
+    The largest batch, as `measure_decode` has it, is run to its end; its last step is then computed
+    again, each row by the plain model over the row's whole sequence, to see what the routers
+    choose. Smaller batches are its first rows.
     """
     import torch
 
     model = driver.engine.loop.executor.model
     device = driver.engine.settings.device
     choices: list[set[int]] = [set() for _ in model.layers]
-    for sequence in _answered(driver, batch_size):
+    found = {}
+    for row, sequence in enumerate(_answered(driver, max(batch_sizes)), 1):
         for seen, ids in zip(choices, last_choices(model, sequence, device), strict=True):
             seen.update(ids)
+        if row in batch_sizes:
+            sparse = [len(seen) for seen in choices if seen]
+            found[row] = sum(sparse) / len(sparse)
     torch.cuda.empty_cache()
-    sparse = [len(seen) for seen in choices if seen]
-    return sum(sparse) / len(sparse)
+    return found
 
 
 def _answered(driver: Driver, batch_size: int) -> list[list[int]]:
