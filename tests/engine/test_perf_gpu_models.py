@@ -82,9 +82,9 @@ def test_distinct_experts_are_those_of_the_engines_own_step(
     monkeypatch.setattr(gpu_models, "_answered", recorded)
     for batch_size in (1, 3):
         steps.clear()
-        count = gpu_models.count_distinct(driver, batch_size)
-        assert count == (len(steps[-2]) + len(steps[-1])) / 2
-        assert 2 <= count <= 2 * batch_size
+        found = gpu_models.count_distinct(driver, (1, batch_size))
+        assert found[batch_size] == (len(steps[-2]) + len(steps[-1])) / 2
+        assert 2 == found[1] <= found[batch_size] <= 2 * batch_size
 
 
 def test_rows_of_several_models_have_keys_of_their_own():
