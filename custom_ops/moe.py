@@ -17,6 +17,8 @@ from compiled_engine.custom_ops import reference_moe
 from compiled_engine.custom_ops.gemm import linear_cpu
 from compiled_engine.custom_ops.library import LIBRARY, define_op
 from compiled_engine.custom_ops.moe_cuda import experts_cuda, route_cuda
+from compiled_engine.custom_ops.quant_pack import MXFP4_GROUP
+from compiled_engine.custom_ops.reference_quant import BLOCK
 
 FORMATS = ("", "mxfp4", "fp8_block")
 
@@ -142,12 +144,12 @@ def _stack(
         packed = (num_experts, num_rows, num_columns // 2)
         codes = torch.randint(0, 256, packed, generator=generator, device=device)
         centre = round(math.log2(gain / 3)) + 127
-        groups = (num_experts, num_rows, num_columns // reference_moe.MXFP4_GROUP)
+        groups = (num_experts, num_rows, num_columns // MXFP4_GROUP)
         exponents = torch.randint(
             centre - 2, centre + 2, groups, generator=generator, device=device
         )
         return codes.to(torch.uint8), exponents.to(torch.uint8)
-    blocks = (num_experts, *(-(-size // reference_moe.FP8_BLOCK) for size in shape[1:]))
+    blocks = (num_experts, *(-(-size // BLOCK) for size in shape[1:]))
     scale = torch.rand(blocks, generator=generator, device=device) * gain / 64 + gain / 128
     values = _random(shape, torch.float32, generator) * 64
     return values.to(torch.float8_e4m3fn), scale

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.reference import linear, silu_and_mul
+from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS, dequantize
 
-MXFP4_GROUP = 32
-FP8_BLOCK = 128
-_E8M0_BIAS = 127
 # Keeps the sum of chosen scores, which may all have underflowed, from being divided by as 0.
 _TINY = 1e-20
 
@@ -95,16 +93,6 @@ def activate(x: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
     return silu_and_mul(x) if activation == "silu" else swiglu_clamped(x, alpha, limit)
 
 
-def fp4_values(codes: Tensor) -> Tensor:
-    """Values, fp32, of int32 codes 0 to 15: a sign, two exponent bits and one of mantissa.
-
-    Without a table, which would have to be copied to the device.
-    """
-    exponent, mantissa = (codes >> 1) & 3, (codes & 1).float() * 0.5
-    normal = torch.ldexp(mantissa + 1, exponent - 1)
-    return torch.where(exponent == 0, mantissa, normal) * (1 - 2 * (codes >> 3)).float()
-
-
 def dequantize_expert(weight: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
     """The matrix [n, m] of one expert in `dtype`.
 
@@ -119,15 +107,8 @@ def dequantize_expert(weight: Tensor, scale: Tensor | None, fmt: str, dtype: tor
     if fmt == "":
         return weight
     assert scale is not None, f"{fmt} needs scales"
-    if fmt == "mxfp4":
-        codes = torch.stack((weight & 15, weight >> 4), -1).flatten(-2)
-        groups = fp4_values(codes.int()).unflatten(-1, (-1, MXFP4_GROUP))
-        exponents = scale.int() - _E8M0_BIAS
-        return torch.ldexp(groups, exponents.unsqueeze(-1)).flatten(-2).to(dtype)
-    assert fmt == "fp8_block", fmt
-    num_rows, num_columns = weight.shape
-    rows = scale.repeat_interleave(FP8_BLOCK, 0)[:num_rows]
-    return (weight.float() * rows.repeat_interleave(FP8_BLOCK, 1)[:, :num_columns]).to(dtype)
+    size = weight.shape[1] * (2 if fmt in PACKED_FORMATS else 1)
+    return dequantize(weight, scale, None, None, fmt, size, dtype)
 
 
 def experts(

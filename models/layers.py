@@ -254,6 +254,12 @@ class CausalLM(nn.Module):
         if config.has_own_head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
+    def published_name(self, name: str) -> str:
+        """What checkpoints call the parameter or module that is `name` here."""
+        for ours, theirs in self.renamed.items():
+            name = name.replace(ours, theirs)
+        return name
+
     def make_layer(self, layer: int) -> DecoderLayer:
         """The decoder layer of that index, without weights."""
         attention = self.attention_class(self.config, layer)

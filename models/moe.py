@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from compiled_engine.custom_ops import Activation, ExpertWeights, Routes, experts, route
+from compiled_engine.custom_ops.quant_pack import MXFP4_GROUP
+from compiled_engine.custom_ops.reference_quant import BLOCK
 from compiled_engine.models.config import ModelConfig
 from compiled_engine.models.layers import CausalLM, GatedMLP
 from compiled_engine.models.moe_config import MoEConfig
 
-_MXFP4_GROUP = 32
+_SCALES = ("gate_up_proj_scale", "down_proj_scale")
 
 
 class Router(nn.Linear):
@@ -34,7 +36,13 @@ class Router(nn.Linear):
 
 
 class Experts(nn.Module):
-    """The matrices of all experts of a layer, stacked; see `custom_ops.reference_moe.experts`."""
+    """The matrices of all experts of a layer, stacked; see `custom_ops.reference_moe.experts`.
+
+    Attributes:
+        format: of the matrices: "", "mxfp4" or "fp8_block".
+        layout: how the checkpoint spells each matrix that has that format here, a key of
+            `quant_layouts.LAYOUTS`; "" where its tensors are read as they are.
+    """
 
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -45,23 +53,37 @@ class Experts(nn.Module):
 
     def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__()
-        self.format = moe.format
-        inner = moe.intermediate_size
-        self._add("gate_up_proj", moe, 2 * inner, hidden_size)
-        self._add("down_proj", moe, hidden_size, inner)
+        self.num_experts = moe.num_experts
+        self.sizes = {
+            "gate_up_proj": (2 * moe.intermediate_size, hidden_size),
+            "down_proj": (hidden_size, moe.intermediate_size),
+        }
+        for name, (num_rows, _) in self.sizes.items():
+            bias = torch.empty(moe.num_experts, num_rows) if moe.has_bias else None
+            self.register_parameter(f"{name}_bias", None if bias is None else nn.Parameter(bias))
+        self.quantize(moe.format)
 
-    def _add(self, name: str, moe: MoEConfig, num_rows: int, num_columns: int) -> None:
-        rows = (moe.num_experts, num_rows)
-        scale = None
-        if moe.format == "mxfp4":
-            weight = _bytes(*rows, num_columns // 2)
-            scale = _bytes(*rows, num_columns // _MXFP4_GROUP)
-        else:
-            weight = nn.Parameter(torch.empty(*rows, num_columns))
-        bias = nn.Parameter(torch.empty(rows)) if moe.has_bias else None
-        self.register_parameter(name, weight)
-        self.register_parameter(f"{name}_bias", bias)
-        self.register_parameter(f"{name}_scale", scale)
+    def quantize(self, format: str, layout: str = "") -> None:
+        """Takes room for matrices in a format, in place of what there was."""
+        self.format, self.layout = format, layout
+        for name, (num_rows, num_columns) in self.sizes.items():
+            rows, scale = (self.num_experts, num_rows), None
+            if format == "mxfp4":
+                weight = _frozen(*rows, num_columns // 2, dtype=torch.uint8)
+                scale = _frozen(*rows, num_columns // MXFP4_GROUP, dtype=torch.uint8)
+            elif format == "fp8_block":
+                blocks = (-(-num_rows // BLOCK), -(-num_columns // BLOCK))
+                weight = _frozen(*rows, num_columns, dtype=torch.float8_e4m3fn)
+                scale = _frozen(self.num_experts, *blocks, dtype=torch.float32)
+            else:
+                weight = nn.Parameter(torch.empty(*rows, num_columns))
+            self.register_parameter(name, weight)
+            self.register_parameter(f"{name}_scale", scale)
+
+    @property
+    def fixed_dtypes(self) -> tuple[str, ...]:
+        """Names of the parameters whose dtype does not follow the model's."""
+        return ("gate_up_proj", "down_proj", *_SCALES) if self.format else ()
 
     def weights(self) -> ExpertWeights:
         """What the op takes."""
@@ -76,8 +98,8 @@ class Experts(nn.Module):
         )
 
 
-def _bytes(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
+def _frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 class SparseMLP(nn.Module):
@@ -102,7 +124,7 @@ class SparseMLP(nn.Module):
         """The experts of every row of x [T, hidden], and their weights."""
         return route(
             self.gate(x),
-            self.gate.e_score_correction_bias,
+            getattr(self.gate, "e_score_correction_bias", None),  # a quantised router has none
             self.top_k,
             scoring=self.scoring,
             renormalize=self.renormalize,

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from compiled_engine.models.config_fields import Fields
 
-ExpertFormat = Literal["", "mxfp4"]
 _MXFP4_GROUP = 32
 # Model types whose feed-forward layers are mixtures of experts.
 MOE_FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")
@@ -30,7 +29,8 @@ class MoEConfig:
         has_router_bias: of the router's product.
         has_bias: of the experts' products.
         activation: "silu", or "swiglu_clamped" with `alpha` and `limit`.
-        format: of the experts' weights: "" for the model's dtype.
+        format: of the experts' weights in the checkpoint: "" for plain ones, "mxfp4" for those that
+            gpt-oss has stacked.
     """
 
     num_experts: int
@@ -49,7 +49,7 @@ class MoEConfig:
     activation: Literal["silu", "swiglu_clamped"] = "silu"
     alpha: float = 0.0
     limit: float = math.inf
-    format: ExpertFormat = ""
+    format: Literal["", "mxfp4"] = ""
 
 
 def read_moe(fields: Fields, family: str, num_layers: int) -> MoEConfig | None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.checkpoint_header import first_dtype
-from compiled_engine.models.moe_config import MOE_FAMILIES
 from compiled_engine.models.quant_fields import Section
 from compiled_engine.models.quant_plan import HEAD, LinearScheme, QuantPlan
 from compiled_engine.models.quant_torchao import read_torchao
@@ -61,8 +60,6 @@ def read_quantization(values: dict[str, Any], folder: Path, family: str) -> Quan
     plan = _METHODS[method](section, folder)
     if _has_cache_scales(section):
         plan = replace(plan, note="; ".join(filter(None, (plan.note, _CACHE_SCALES))))
-    if family in MOE_FAMILIES and plan.scheme("model.layers.0.mlp.experts.0.up_proj"):
-        section.refuse("quant_method", f"is {method!r}, of experts too; experts are read plain")
     return plan
 
 

@@ -87,12 +87,7 @@ class QuantLinear(nn.Module):
         """Copies a quantised matrix into rows from `start` on."""
         rows = slice(start, start + num_rows)
         self.weight[rows].copy_(packed.weight)
-        scale_rows = rows
-        if self.format == "fp8_block":
-            scale_rows = slice(start // BLOCK, start // BLOCK + packed.scale.shape[0])
-        elif self.format == "fp8_tensor":
-            scale_rows = slice(0, 1)
-        self.scale[scale_rows].copy_(packed.scale)
+        self.scale[scale_rows(self.format, start, packed)].copy_(packed.scale)
         for mine, given in ((self.zero, packed.zero), (self.global_scale, packed.global_scale)):
             assert (mine is None) == (given is None), self.scheme
             if mine is not None and given is not None:
@@ -102,6 +97,12 @@ class QuantLinear(nn.Module):
         """The format behind the sizes, as `nn.Linear` prints its own."""
         activations = self.activation_format or "as they are"
         return f"{self.in_features}, {self.out_features}, {self.format}, activations {activations}"
+
+
+def scale_rows(format: str, start: int, packed: PackedWeight) -> slice:
+    """Where the scales of a matrix go whose rows begin at `start`."""
+    first = {"fp8_block": start // BLOCK, "fp8_tensor": 0}.get(format, start)
+    return slice(first, first + packed.scale.shape[0])
 
 
 def _fit(scheme: LinearScheme, part_rows: tuple[int, ...]) -> LinearScheme:

@@ -8,19 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from compiled_engine.custom_ops.quant_pack import quantize_weight
+from compiled_engine.custom_ops.quant_pack import PackedWeight, quantize_weight
 from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.quant_layouts import LAYOUTS, Expected, Layout, Sizes
 from compiled_engine.models.quant_linear import QuantLinear
+from compiled_engine.models.quant_plan import LinearScheme
 
 BATCH_BYTES = 512 * 1024**2
 # Names of tensors -> the tensors, in the dtypes of the files and on the model's device.
 Reader = Callable[[Sequence[str]], Mapping[str, Tensor]]
+
+
+class QuantRows(Protocol):
+    """What takes rows of a quantised matrix; attributes as those of `QuantLinear`."""
+
+    scheme: LinearScheme
+    format: str
+    group_size: int
+    in_features: int
+    out_features: int
+
+    @property
+    def weight(self) -> Tensor:
+        """Stored values [n, ...]."""
+
+    @property
+    def zero(self) -> Tensor | None:
+        """Codes that mean 0."""
+
+    @property
+    def input_scale(self) -> Tensor | None:
+        """Static scale of the input."""
+
+    def fill(self, packed: PackedWeight, start: int, num_rows: int) -> None:
+        """Copies a quantised matrix into rows from `start` on."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +62,7 @@ class QuantPart:
     """
 
     name: str
-    module: QuantLinear
+    module: QuantRows
     start: int
     num_rows: int
     tied_to: str = ""
@@ -148,9 +175,7 @@ def _batches(parts: Sequence[QuantPart], num_bytes: Mapping[str, int]) -> Iterat
 
 
 @torch.no_grad()
-def fill_random(
-    module: QuantLinear, normal: Callable[[Tensor], Tensor], dtype: torch.dtype
-) -> None:
+def fill_random(module: QuantRows, normal: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     """Random weights: `normal` fills a matrix [n, k] of `dtype`, which is then quantised."""
     shape = (module.out_features, module.in_features)
     values = normal(torch.empty(shape, dtype=dtype, device=module.weight.device))

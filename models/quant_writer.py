@@ -34,6 +34,7 @@ from compiled_engine.models.checkpoint import (
 )
 from compiled_engine.models.config import ModelConfig, load_model_config
 from compiled_engine.models.config_fields import read_json
+from compiled_engine.models.expert_parts import ExpertMatrix
 from compiled_engine.models.quant_plan import HEAD, ONLINE_FORMATS, online_plan
 from compiled_engine.models.weights import model_quant_parts, outline_model
 
@@ -128,7 +129,13 @@ def quantize_checkpoint(
         dtype=getattr(torch, config.dtype),
     )
     files = checkpoint_files(folder, allow_pickle=allow_pickle)
-    columns = {part.name: part.module.in_features for part in model_quant_parts(model)}
+    parts = model_quant_parts(model)
+    other = {part.module.format for part in parts if isinstance(part.module, ExpertMatrix)}
+    if other - {ONLINE_FORMATS[name][0]}:
+        raise ConfigError(
+            f"--format {name}: experts are served in {', '.join(other)}; give that", param="format"
+        )
+    columns = {part.name: part.module.in_features for part in parts}
     writer = _Writer(config, columns, name, quantizes_head=quantizes_head, device=device)
     try:
         output.mkdir(parents=True, exist_ok=True)

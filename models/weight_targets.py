@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compiled_engine.models.config import ModelConfig
 from compiled_engine.models.layers import CausalLM
-from compiled_engine.models.moe import SparseCausalLM
+from compiled_engine.models.moe import Experts, SparseCausalLM
 from compiled_engine.models.quant_linear import QuantLinear
 
 # Bytes of a group of 32 values in published 4-bit checkpoints.
@@ -71,7 +71,9 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All parameters but those that `quant_weights` fills."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if not isinstance(module, QuantLinear) or name not in module.fixed_dtypes:
+            is_filled = isinstance(module, QuantLinear)
+            is_filled |= isinstance(module, Experts) and bool(module.layout)
+            if not is_filled or name not in module.fixed_dtypes:
                 yield f"{path}.{name}", parameter
 
 
@@ -86,11 +88,7 @@ def parts_of(model: CausalLM, layer: str, num_rows: int) -> dict[str, int]:
 
 def _file_name(model: CausalLM, name: str, names: Collection[str]) -> str:
     """Our name, or the checkpoint's own for it."""
-    if name in names:
-        return name
-    for ours, theirs in model.renamed.items():
-        name = name.replace(ours, theirs)
-    return name
+    return name if name in names else model.published_name(name)
 
 
 def _part_rows(config: ModelConfig, module: str, num_rows: int) -> tuple[int, ...]:

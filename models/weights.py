@@ -26,11 +26,22 @@ from compiled_engine.models.checkpoint import (
     open_checkpoint,
 )
 from compiled_engine.models.config import ModelConfig
+from compiled_engine.models.expert_parts import (
+    expert_parts,
+    quantize_experts,
+    quantized_experts,
+)
 from compiled_engine.models.kv_scales import fold_kv_scales, kv_scale_names
 from compiled_engine.models.layers import CausalLM
 from compiled_engine.models.quant_layouts import Expected
 from compiled_engine.models.quant_linear import QuantLinear, quantize_layers
-from compiled_engine.models.quant_weights import QuantPart, fill_parts, fill_random, quant_parts
+from compiled_engine.models.quant_weights import (
+    QuantPart,
+    QuantRows,
+    fill_parts,
+    fill_random,
+    quant_parts,
+)
 from compiled_engine.models.weight_stream import (
     FileRange,
     safetensors_offsets,
@@ -78,6 +89,7 @@ def outline_model(
         model = model_class(config)
     if config.quantization is not None:
         quantize_layers(model, config.quantization, partial(parts_of, model))
+        quantize_experts(model, config.quantization)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             made = parameter.to(_dtype_of(module, name, parameter, dtype))
@@ -192,7 +204,7 @@ def _read_tensors(
 def model_quant_parts(model: CausalLM) -> list[QuantPart]:
     """The checkpoint layers that fill the model's quantised layers."""
     tied = "model.embed_tokens.weight" if model.config.tie_word_embeddings else ""
-    return quant_parts(model, partial(parts_of, model), tied)
+    return [*quant_parts(model, partial(parts_of, model), tied), *expert_parts(model)]
 
 
 def _copy_files(
@@ -252,7 +264,10 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
             return values.normal_(0.0, DUMMY_STD, generator=generator)
         return values.random_(0, 256, generator=generator)
 
-    quantized = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantLinear)]
+    quantized: list[tuple[str, QuantRows]] = [
+        (n, m) for n, m in model.named_modules() if isinstance(m, QuantLinear)
+    ]
+    quantized += quantized_experts(model)
     with torch.no_grad():
         for name, parameter in plain_parameters(model):
             if name.endswith(("bias", "sinks")):

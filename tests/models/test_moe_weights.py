@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compiled_engine.custom_ops.reference_moe import dequantize_expert
 from compiled_engine.errors import ConfigError
 from compiled_engine.models import CausalLM
 from compiled_engine.models.weights import init_dummy_weights, load_weights
@@ -144,8 +145,6 @@ def test_dummy_experts_are_seeded_and_of_the_usual_size(tmp_path: Path):
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert not torch.equal(first[name], dict(dummy(folder, 2).named_parameters())[name])
     experts = again.layers[0].mlp.experts
-    from compiled_engine.custom_ops.reference_moe import dequantize_expert
-
     values = dequantize_expert(
         experts.gate_up_proj[0], experts.gate_up_proj_scale[0], "mxfp4", torch.float32
     )
