@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_engine.models.hf_config import HfModelConfig
-from compiled_engine.models.hf_load import build_hf_model
-from compiled_engine.models.hf_model import HfCausalLM, HfLayer
-from tests.helpers.hf_models import write_hf_config
 from torch import Tensor
 
 from compiled_engine.custom_ops import LayerCache, PagedContext
 from compiled_engine.models.config import load_model_config
+from compiled_engine.models.hf_config import HfModelConfig
+from compiled_engine.models.hf_load import build_hf_model
+from compiled_engine.models.hf_model import HfCausalLM, HfLayer
 from compiled_engine.passes.pipeline import LIFTS
+from tests.helpers.hf_models import write_hf_config
 from tests.helpers.pass_harness import Harness, op_counts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
