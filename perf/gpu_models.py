@@ -13,7 +13,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from perf.decode import BATCH_SIZES, INPUT_LEN, OUTPUT_LEN, Driver, measure_deco
 from perf.gpu_step import ENGINE, Note
 from perf.model_shapes import SHAPES, ModelShape, write_folder
 from perf.offline import PREFILL_LENS, measure_agentic, measure_e2e, measure_prefill
+from perf.pass_costs import measure_passes
 from perf.qwen3_8b import Prompts
 from perf.rows import Measured, Outcome, key_of
 
@@ -36,7 +39,7 @@ class Options:
     Attributes:
         num_repeats: repeats of every measurement that count.
         model: names of shapes, with commas between them; `DEFAULT_MODELS` if not given.
-        only: names of parts, likewise; all if not given.
+        only: names of parts, likewise; `DEFAULT_PARTS` if not given.
     """
 
     num_repeats: int = 3
@@ -44,23 +47,42 @@ class Options:
     only: str | None = None
 
 
-@dataclass(frozen=True)
 class Bench:
-    """What the parts share: one model's engine.
+    """What the parts share; the model's engine is built when a part first needs it.
 
-    Attributes:
+    Args:
         shape: of the model.
-        llm: its engine.
-        driver: the engine's loop.
         ceilings: of the device.
         num_repeats: as in `Options`.
+        stack: keeps what is opened.
     """
 
-    shape: ModelShape
-    llm: Any
-    driver: Driver
-    ceilings: Ceilings
-    num_repeats: int
+    def __init__(
+        self, shape: ModelShape, ceilings: Ceilings, num_repeats: int, stack: ExitStack
+    ) -> None:
+        self.shape = shape
+        self.ceilings = ceilings
+        self.num_repeats = num_repeats
+        self._stack = stack
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_folder(self._folder, shape.config)
+
+    @cached_property
+    def llm(self) -> Any:
+        """The engine of nearly all parts."""
+        options = {name: value for name, value in ENGINE.items() if name != "max_step_ms"}
+        return self._stack.enter_context(self.build(options))
+
+    @cached_property
+    def driver(self) -> Driver:
+        """Its loop."""
+        return Driver(self.llm.engine, Prompts(vocab_size=self.shape.config["vocab_size"]))
+
+    def build(self, options: dict[str, Any]) -> Any:
+        """An engine of the shape with these options of `LLM`."""
+        from compiled_engine import LLM
+
+        return LLM(str(self._folder), **options, **self.shape.options)
 
 
 def _decode(bench: Bench) -> Iterator[Measured]:
@@ -86,27 +108,24 @@ def _decode(bench: Bench) -> Iterator[Measured]:
 
 
 def _prefill(bench: Bench) -> Iterator[Measured]:
-    flops = bench.shape.costs.prefill_flops
-    yield from measure_prefill(bench.driver, bench.ceilings, bench.num_repeats, flops)
-    if bench.shape.dtype == "fp8":
-        yield from _share_of_fp8(bench)
+    costs = bench.shape.costs
+    rows = list(
+        measure_prefill(bench.driver, bench.ceilings, bench.num_repeats, costs.prefill_flops)
+    )
+    yield from rows
+    if bench.shape.dtype == "fp8" and not costs.num_experts:  # experts read 16-bit inputs
+        yield from _share_of_fp8(bench, next(r for r in rows if r.metric == "prefill_tok_s"))
 
 
-def _share_of_fp8(bench: Bench) -> Iterator[Measured]:
-    """Prompts of 8192 tokens over linears at the measured rate of fp8 and attention at bf16's."""
+def _share_of_fp8(bench: Bench, rate: Measured) -> Iterator[Measured]:
+    """Prompts over linears at the measured rate of fp8 and attention at that of bf16."""
     rates = fp8_matmul_tflops(bench.num_repeats)
     yield Measured(metric="fp8_matmul_tflops", unit="TFLOP/s", values=rates)
     flops = bench.shape.costs.prefill_flops(PREFILL_LENS)
     linear = bench.shape.costs.linear_flops(PREFILL_LENS)
     floor_s = linear / (statistics.median(rates) * 1e12) + (flops - linear) / bench.ceilings.matmul
-    (rate, *_) = measure_prefill(bench.driver, bench.ceilings, bench.num_repeats)
-    yield Measured(
-        metric="prefill_share_of_floor",
-        unit="ratio",
-        batch=rate.batch,
-        case=rate.case,
-        values=[floor_s * value / sum(PREFILL_LENS) for value in rate.values],
-    )
+    shares = [floor_s * value / sum(PREFILL_LENS) for value in rate.values]
+    yield replace(rate, metric="prefill_share_of_floor", unit="ratio", values=shares)
 
 
 def over_bf16(measured: list[Measured]) -> list[Measured]:
@@ -138,12 +157,18 @@ def _agentic(bench: Bench) -> Iterator[Measured]:
     yield from measure_agentic(bench.llm, bench.driver.prompts, bench.num_repeats)
 
 
+def _passes(bench: Bench) -> Iterator[Measured]:
+    yield from measure_passes(bench.build, bench.shape.config["vocab_size"], bench.num_repeats)
+
+
 PARTS: dict[str, Callable[[Bench], Iterator[Measured]]] = {
     "decode": _decode,
     "prefill": _prefill,
     "e2e": _e2e,
     "agentic": _agentic,
+    "passes": _passes,
 }
+DEFAULT_PARTS = ("decode", "prefill", "e2e", "agentic")
 
 
 def count_distinct(driver: Driver, batch_sizes: Sequence[int]) -> dict[int, float]:
@@ -229,7 +254,7 @@ def run(options: Options, note: Note) -> Outcome:
     import torch
 
     models = chosen(options.model, SHAPES, DEFAULT_MODELS)
-    parts = chosen(options.only, PARTS, tuple(PARTS))
+    parts = chosen(options.only, PARTS, DEFAULT_PARTS)
     if not torch.cuda.is_available():
         raise SystemExit(f"{NAME} needs an NVIDIA GPU; torch sees none")
     ceilings = measure_ceilings(options.num_repeats)
@@ -263,18 +288,12 @@ def run(options: Options, note: Note) -> Outcome:
 def _measure_model(
     shape: ModelShape, parts: list[str], ceilings: Ceilings, num_repeats: int, failures: list[str]
 ) -> Iterator[Measured]:
-    from compiled_engine import LLM
-
-    options = {name: value for name, value in ENGINE.items() if name != "max_step_ms"}
-    with tempfile.TemporaryDirectory() as folder:
-        write_folder(Path(folder), shape.config)
-        with LLM(folder, **options, **shape.options) as llm:
-            prompts = Prompts(vocab_size=shape.config["vocab_size"])
-            driver = Driver(llm.engine, prompts)
-            bench = Bench(shape, llm, driver, ceilings, num_repeats)
-            for part in parts:
-                try:
-                    yield from PARTS[part](bench)
-                except Exception as error:  # one part must not cost the rows of the others
-                    traceback.print_exc()
-                    failures.append(f"{shape.name} {part}: {type(error).__name__}: {error}")
+    with ExitStack() as stack:
+        bench = Bench(shape, ceilings, num_repeats, stack)
+        for part in parts:
+            try:
+                yield from PARTS[part](bench)
+            except Exception as error:  # one part must not cost the rows of the others
+                traceback.print_exc()
+                kind = type(error).__name__
+                failures.append(f"{shape.name} {shape.dtype} {part}: {kind}: {error}")

@@ -139,7 +139,7 @@ def measure_profile(driver: Driver, read: float, num_repeats: int) -> tuple[list
     """
     measured, document = [], "# A steady decode step by parts and kernels\n"
     for batch_size in BATCH_SIZES:
-        runs = [_profile(driver, batch_size) for _ in range(num_repeats)]
+        runs = [profiled_steps(driver, batch_size) for _ in range(num_repeats)]
         measured.append(
             Measured(
                 metric="gpu_idle_us_per_step",
@@ -153,7 +153,8 @@ def measure_profile(driver: Driver, read: float, num_repeats: int) -> tuple[list
     return measured, document
 
 
-def _profile(driver: Driver, batch_size: int) -> list[Kernel]:
+def profiled_steps(driver: Driver, batch_size: int) -> list[Kernel]:
+    """What ran on the device in `NUM_STEPS` steady decode steps."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

@@ -248,5 +248,6 @@ SHAPES = {
         QWEN3_8B, dtype="nvfp4_head", quantization="nvfp4", quantizes_head=True
     ),
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-fp8": replace(QWEN3_30B_A3B, dtype="fp8", quantization="fp8"),
     "gpt-oss-20b": GPT_OSS_20B,
 }

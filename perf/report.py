@@ -25,7 +25,7 @@ gave too little is void.
 |---|---|
 | `python -m perf run cpu_vs_peers` | the default model on a CPU, against transformers and vLLM |
 | `python -m perf run device_parity` | equal tokens eager, compiled and on the CPU |
-| `python -m perf run gpu_models --model gpt-oss-20b` | shapes with experts on a GPU, one or all |
+| `python -m perf run gpu_models --model gpt-oss-20b` | shapes with experts or quantised, on a GPU |
 | `python -m perf run gpu_step` | an 8B shape on a GPU, all rows of a report in 8 minutes |
 | `python -m perf run gpu_step --only decode,itl` | parts of it |
 | `python -m perf run op_bench` | op families against their candidates and the device's ceilings |

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from compiled_engine.models.moe import SparseMLP
-from perf import decode, gpu_models, model_shapes, qwen3_8b
+from perf import decode, gpu_models, model_shapes, pass_costs, qwen3_8b
 from perf.rows import MANY_MODELS, Measured, Row
 from tests.helpers.engines import tiny_engine
 from tests.helpers.tiny_model import write_tiny_model
@@ -54,6 +55,82 @@ def test_values_of_packed_experts_are_counted_as_values():
     assert costs.expert_values == 24 * 3 * 2880 * 2880
     # Half a byte each, a byte for 32, and two bytes for each bias.
     assert costs.expert_bytes == 24 * (3 * 2880 * 2880 * (1 / 2 + 1 / 32) + 3 * 2880 * 2)
+
+
+def test_quantised_shapes_read_less_and_compute_the_same():
+    plain = model_shapes.SHAPES["qwen3-8b"].costs
+    fp8, nvfp4 = (model_shapes.SHAPES[f"qwen3-8b-{name}"].costs for name in ("fp8", "nvfp4"))
+    head = 151936 * 4096 * 2
+    layers = plain.dense_bytes - head
+    assert (fp8.dense_bytes - head) / layers == pytest.approx(0.5, rel=2e-3)
+    assert (nvfp4.dense_bytes - head) / layers == pytest.approx((0.5 + 1 / 16) / 2, rel=2e-3)
+    for costs in (fp8, nvfp4):
+        assert costs.linear_flops([100]) == plain.linear_flops([100])
+    sparse, packed = (model_shapes.SHAPES[f"qwen3-30b-a3b{end}"].costs for end in ("", "-fp8"))
+    assert packed.expert_bytes / sparse.expert_bytes == pytest.approx(0.5, rel=2e-3)
+    assert packed.linear_flops([1]) == sparse.linear_flops([1])
+
+
+def test_ratios_are_taken_of_the_same_shape_batch_and_case():
+    def entry(metric: str, dtype: str, value: float, batch: int = 8, model: str = "a") -> Measured:
+        return Measured(
+            metric=metric, unit="x", values=[value], dtype=dtype, batch=batch, model=model
+        )
+
+    rows = [
+        entry("decode_step_ms", "bf16", 4.0),
+        entry("prefill_tok_s", "bf16", 100.0),
+        entry("decode_step_ms", "fp8", 3.0),
+        entry("decode_step_ms", "fp8", 3.0, batch=1),
+        entry("decode_step_ms", "fp8", 3.0, model="b"),
+        entry("prefill_tok_s", "fp8", 150.0),
+        entry("e2e_s", "bf16", 1.0),
+        entry("e2e_s", "fp8", 1.0),
+    ]
+    found = [(row.metric, row.dtype, row.values) for row in gpu_models.over_bf16(rows)]
+    assert found == [
+        ("step_over_bf16", "fp8", [0.75]),
+        ("prefill_over_bf16", "fp8", [1.5]),
+    ]
+
+
+def test_each_pass_that_matches_is_switched_off_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    built: list[tuple[str, ...]] = []
+
+    class Built:
+        """An engine that matched two passes, and does a step in 4 ms, or 5 without one."""
+
+        def __init__(self, options: dict[str, Any]) -> None:
+            built.append(options["disable_passes"])
+            matches = {"fuse_linear": 4, "fuse_add_rms_norm": 0, "decode_attention": 1, "expand": 9}
+            counters = SimpleNamespace(num_matches=matches)
+            self.engine = SimpleNamespace(
+                driver=SimpleNamespace(refresh=lambda: counters),
+                loop=SimpleNamespace(ms=5.0 if options["disable_passes"] else 4.0),
+            )
+
+        def __enter__(self) -> Built:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(
+        pass_costs, "measure_steady", lambda d, n: SimpleNamespace(step_s=d.engine.loop.ms / 1e3)
+    )
+    monkeypatch.setattr(pass_costs, "profiled_steps", lambda *_: [None] * 32)
+    rows = list(pass_costs.measure_passes(Built, 260, 2))
+    assert built == [(), ("fuse_linear",), ("decode_attention",)]
+    steps = {row.case: row.values for row in rows if row.metric == "pass_step_ms"}
+    assert steps == {
+        f"{name} {state}": [value] * 2
+        for name in ("fuse_linear", "decode_attention")
+        for state, value in (("on", 4.0), ("off", 5.0))
+    }
+    counts = [row.values for row in rows if row.metric == "pass_kernels_per_step"]
+    assert counts == [[2.0]] * 4
 
 
 def test_distinct_experts_are_those_of_the_engines_own_step(
