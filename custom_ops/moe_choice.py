@@ -17,7 +17,14 @@ from compiled_engine.custom_ops.moe_config import (
     RowsConfig,
     StreamConfig,
 )
-from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits, best_of
+from compiled_engine.custom_ops.registry import (
+    Candidate,
+    Priority,
+    Target,
+    Traits,
+    best_of,
+    by_tokens,
+)
 
 # Of a router, that its kernels take.
 MAX_EXPERTS = 1024
@@ -163,9 +170,16 @@ CANDIDATES: tuple[Candidate, ...] = (
         device_type="cuda",
         min_arch=80,
         rejects=_rejects_route,
-        tags=("scores, choice and sort in one kernel, in two for many tokens",),
+        tags=("deterministic", "scores, choice and sort in one kernel, in two for many tokens"),
     ),
-    Candidate(family="route", mode="top_k", name="torch", priority=Priority.REFERENCE),
+    Candidate(
+        family="route",
+        mode="top_k",
+        name="torch",
+        priority=Priority.REFERENCE,
+        tags=("deterministic",),
+        num_kernels=lambda _: 0,
+    ),
     _on_gpu(
         "packed",
         Priority.SPECIALIZED,
@@ -178,15 +192,19 @@ CANDIDATES: tuple[Candidate, ...] = (
         Priority.SPECIALIZED,
         rejects=_rejects_rows,
         slower=_why_rows_are_slower,
-        tags=("each pair on its own",),
+        tags=("deterministic", "latency", "each pair on its own"),
     ),
     _on_gpu(
         "stream",
         Priority.SPECIALIZED,
         slower=_why_stream_is_slower,
-        tags=("weights of experts in use once",),
+        tags=("deterministic", "weights of experts in use once"),
     ),
-    _on_gpu("tiles", Priority.TUNED, tags=("tiles of sorted pairs",)),
+    _on_gpu(
+        "tiles",
+        Priority.TUNED,
+        tags=("deterministic", "throughput", "tiles of sorted pairs"),
+    ),
     _on_gpu(
         "library",
         Priority.PORTABLE,
@@ -199,14 +217,15 @@ CANDIDATES: tuple[Candidate, ...] = (
         name="grouped",
         priority=Priority.PORTABLE,
         device_type="cpu",
-        tags=("each chosen expert once",),
+        tags=("deterministic", "each chosen expert once"),
     ),
     Candidate(
         family="experts",
         mode="grouped",
         name="torch",
         priority=Priority.REFERENCE,
-        tags=("every token through every expert",),
+        tags=("deterministic", "every token through every expert"),
+        num_kernels=lambda _: 0,
     ),
 )
 
@@ -223,6 +242,7 @@ def select_experts(kernel: str, target: Target, dtype: torch.dtype, traits: Trai
     Raises:
         ValueError: `kernel` is unknown or cannot serve; says why.
     """
+    kernel = by_tokens(kernel, traits["num_tokens"])
     found = [c for c in CANDIDATES if c.family == "experts"]
     reasons = {c.name: c.rejection(target, dtype, traits) for c in found}
     if kernel not in ("", *reasons):

@@ -89,7 +89,12 @@ def _is_aligned(operands: QuantOperands) -> bool:
 
 
 def scaled_linear_traits(
-    q: Tensor, weight: Tensor, weight_scale: Tensor, format: str, activation_format: str
+    q: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    format: str,
+    activation_format: str,
+    target: Target | None = None,
 ) -> dict[str, int]:
     """The traits of arguments of `scaled_linear` that candidates look at; all are numbers."""
     return {
@@ -103,7 +108,7 @@ def scaled_linear_traits(
         "has_one_scale": format == "fp8_tensor" and activation_format == "fp8_tensor",
         "is_scaled_pair": activation_format in SCALED_ACTIVATIONS.get(format, ()),
         "is_weight_contiguous": all(t.is_contiguous() for t in (q, weight, weight_scale)),
-        "arch": Target.of(q.device).arch,
+        "arch": (target or Target.of(q.device)).arch,
     }
 
 

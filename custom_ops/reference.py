@@ -65,8 +65,8 @@ def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias`: [T, k], [n, k], [n] or None to [T, n]."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, impl: str = "") -> Tensor:
+    """`x @ weight.T + bias`: [T, k], [n, k], [n] or None to [T, n]; `impl` names a kernel."""
     return torch.nn.functional.linear(x, weight, bias)
 
 

@@ -61,7 +61,13 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_TRAINED = 1.0, 4.0, 8192
 
 
-def convert_gguf(path: Path, cache_dir: Path, *, progress: ProgressCallback | None = None) -> Path:
+def convert_gguf(
+    path: Path,
+    cache_dir: Path,
+    *,
+    with_weights: bool = True,
+    progress: ProgressCallback | None = None,
+) -> Path:
     """The model folder made from a GGUF file; converts if the cache has none yet.
 
     Safe to call from many processes at once: one converts, the others wait for it. Blocks.
@@ -70,6 +76,7 @@ def convert_gguf(path: Path, cache_dir: Path, *, progress: ProgressCallback | No
         path: the `.gguf` file.
         cache_dir: folders are kept in `<cache_dir>/models`, keyed by the file's path, size and
             time of change, and by this converter's source.
+        with_weights: False makes do with a folder that has all but the weights, made in a moment.
         progress: called with file bytes converted so far.
 
     Raises:
@@ -81,10 +88,12 @@ def convert_gguf(path: Path, cache_dir: Path, *, progress: ProgressCallback | No
         target = cache_dir / "models" / f"{path.stem}-{_cache_key(path)}"
         if target.exists():
             return target
+        if not with_weights:
+            target = target.with_name(f"{target.name}-config")
         target.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(target.with_name(f"{target.name}.lock")):
             if not target.exists():
-                _convert_into(path, target, progress)
+                _convert_into(path, target, progress, with_weights=with_weights)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be converted into {cache_dir}: {error}; COMPILED_ENGINE_CACHE or "
@@ -94,7 +103,9 @@ def convert_gguf(path: Path, cache_dir: Path, *, progress: ProgressCallback | No
     return target
 
 
-def _convert_into(path: Path, target: Path, progress: ProgressCallback | None) -> None:
+def _convert_into(
+    path: Path, target: Path, progress: ProgressCallback | None, *, with_weights: bool
+) -> None:
     # The lock is ours, so whatever an interrupted converter left behind is nobody's.
     for left in target.parent.glob(f"{target.name}.tmp-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -107,7 +118,8 @@ def _convert_into(path: Path, target: Path, progress: ProgressCallback | None) -
         load_model_config(folder)
         gguf_tokenizer.write_tokenizer(file.metadata, folder)
         _write_json(folder / "generation_config.json", _generation_config(file.metadata))
-        _write_weights(file, config, folder, progress)
+        if with_weights:
+            _write_weights(file, config, folder, progress)
         os.replace(folder, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

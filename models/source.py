@@ -41,7 +41,8 @@ def resolve_model(
         name: a folder, a `.gguf` file, `owner/name` or `owner/name@revision` on the Hugging Face
             hub, or the default model's name.
         cache_dir: where converted GGUF files are kept. Downloads go to the hub's own cache.
-        with_weights: False leaves the weights of a hub model undownloaded, for dummy ones.
+        with_weights: False leaves the weights of a hub model undownloaded, and those of a GGUF file
+            unconverted: for dummy ones, or none.
         allow_pickle: download `.bin` weights of a hub model that has no safetensors.
         progress: called with the bytes converted or downloaded so far.
 
@@ -52,11 +53,12 @@ def resolve_model(
     if path.is_dir():
         return path.resolve()
     if name.lower() == DEFAULT_MODEL:
-        return convert_gguf(default_gguf(), cache_dir, progress=progress)
+        path = default_gguf()
+        return convert_gguf(path, cache_dir, with_weights=with_weights, progress=progress)
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ConfigError(f"{name}: no such GGUF file", param="model")
-        return convert_gguf(path, cache_dir, progress=progress)
+        return convert_gguf(path, cache_dir, with_weights=with_weights, progress=progress)
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(
             f'"{name}" is neither a folder, nor a .gguf file, nor a Hugging Face id (owner/name), '

@@ -22,6 +22,7 @@ from torch._inductor.pattern_matcher import (
 from torch.fx import Graph, Node
 
 __all__ = [
+    "UNBOUNDED",
     "CustomGraphPass",
     "Graph",
     "Node",
@@ -33,11 +34,13 @@ __all__ = [
     "expander",
     "functionalized_calls",
     "getitems",
+    "inline_call",
     "is_call",
     "is_item_of",
     "is_like",
     "is_same_size",
     "other_addend",
+    "size_range",
     "sliced",
     "unconverted",
     "value_of",
@@ -207,6 +210,36 @@ def expand_functionalized(
             graph.erase_node(user)
     graph.erase_node(node)
     return True
+
+
+def inline_call(graph: Graph, node: Node, body: Callable[..., Any]) -> None:
+    """Replaces one call of a pure op by its body; the expander does so for all calls."""
+    outputs = _trace_into(graph, node, body, list(node.args))
+    if isinstance(node.meta["val"], torch.Tensor):
+        node.replace_all_uses_with(outputs[0])
+    else:
+        for index, users in getitems(node).items():
+            for user in users:
+                user.replace_all_uses_with(outputs[index])
+                graph.erase_node(user)
+    graph.erase_node(node)
+
+
+# A size that a compile was told no limit of.
+UNBOUNDED = 2**31 - 1
+
+
+def size_range(size: torch.SymInt) -> tuple[int, int]:
+    """Smallest and largest value that a size may have, as the compile was told."""
+    from torch.utils._sympy.value_ranges import bound_sympy  # 2.11 to 2.14
+
+    node = size.node
+    bounds = bound_sympy(node.expr, node.shape_env.var_to_range)
+
+    def number(bound: Any) -> int:
+        return int(bound) if bound.is_finite and bound < UNBOUNDED else UNBOUNDED
+
+    return max(1, number(bounds.lower)), number(bounds.upper)
 
 
 def _trace_into(

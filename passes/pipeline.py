@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 
@@ -20,15 +21,17 @@ from compiled_engine.custom_ops import (
     ALL_OPS,
     OpSpec,
     attention_choice,
+    families,
     gemm,
     moe_choice,
     quant,
     reference,
     reference_moe,
     reference_quant,
+    registry,
 )
 from compiled_engine.custom_ops.kernels import make_registry
-from compiled_engine.custom_ops.registry import KernelRegistry
+from compiled_engine.custom_ops.registry import KernelRegistry, Target
 from compiled_engine.errors import ConfigError
 from compiled_engine.passes import (
     choose_kernels,
@@ -51,7 +54,6 @@ from compiled_engine.passes import (
     use_library_op,
     use_linear_op,
 )
-from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pattern import (
     CustomGraphPass,
     Graph,
@@ -114,6 +116,16 @@ class PieceTraits:
         return tuple(name for name, is_kept in kept.items() if not is_kept)
 
 
+class Recorder(Protocol):
+    """Sees a graph before the first pass and after each; `dump.GraphDump` writes it to files."""
+
+    def start(self, graph: Graph) -> None:
+        """A graph before any pass has seen it."""
+
+    def after(self, graph: Graph, name: str) -> None:
+        """The graph as the pass of that name left it."""
+
+
 class PassPipeline(CustomGraphPass):
     """Fusions, then expansion.
 
@@ -124,6 +136,8 @@ class PassPipeline(CustomGraphPass):
         on_pass: called with (pass name, matches, seconds) after each pass of each graph.
         registry: chooses kernels; one without overrides if not given.
         dump: gets every graph before and after each pass; not part of the fingerprint.
+        target: what code is made for, if that is not the device of a graph's values.
+        on_choice: is told every choice of a kernel.
 
     Raises:
         ConfigError: an unknown pass name; lists the known ones.
@@ -136,7 +150,9 @@ class PassPipeline(CustomGraphPass):
         kept_ops: frozenset[str] = frozenset(),
         on_pass: Callable[[str, int, float], None],
         registry: KernelRegistry | None = None,
-        dump: GraphDump | None = None,
+        dump: Recorder | None = None,
+        target: Target | None = None,
+        on_choice: choose_kernels.OnChoice | None = None,
     ) -> None:
         unknown = [name for name in disabled if name not in PASS_NAMES]
         if unknown:
@@ -150,8 +166,9 @@ class PassPipeline(CustomGraphPass):
         self.on_pass = on_pass
         self.dump = dump
         self.registry = registry or make_registry()
-        if self.registry.override("route", "top_k") == "torch":
-            self.kept_ops -= {"route"}
+        self.kept_ops -= _asked_plain(self.registry)
+        self.target = target
+        self.on_choice = on_choice
         names = tuple(m.NAME for m in (*self.fusions, *self.late_passes))
         self._fingerprint = _fingerprint(names, self.kept_ops, self.registry)
         pure = [op for op in ALL_OPS if op.is_expandable and op.functional_reference is None]
@@ -164,24 +181,30 @@ class PassPipeline(CustomGraphPass):
             self.dump.start(graph)
         for module in self.fusions:
             self._apply(graph, module.NAME, module.apply)
-        self._apply(graph, choose_kernels.NAME, lambda g: choose_kernels.apply(g, self.registry))
+        self._apply(graph, choose_kernels.NAME, self._choose)
         self._apply(graph, "expand", self._expand)
-        for module in self.late_passes:
-            self._apply(graph, module.NAME, module.apply)
+        num_late = sum(self._apply(graph, m.NAME, m.apply) for m in self.late_passes)
+        if num_late:  # their ops have kernels to choose from, too
+            self._choose(graph)
         graph.eliminate_dead_code()
         graph.lint()
 
-    def _apply(self, graph: Graph, name: str, function: Callable[[Graph], int]) -> None:
-        """Runs one pass, and says what it did."""
+    def _apply(self, graph: Graph, name: str, function: Callable[[Graph], int]) -> int:
+        """Runs one pass, and says what it did; returns its matches."""
         start = time.perf_counter()
         matches = function(graph)
         self.on_pass(name, matches, time.perf_counter() - start)
         if self.dump is not None:
             self.dump.after(graph, name)
+        return matches
 
     def uuid(self) -> str:
         """The fingerprint; part of Inductor's cache key."""
         return self._fingerprint
+
+    def _choose(self, graph: Graph) -> int:
+        options: dict[str, Any] = {"target": self.target, "on_choice": self.on_choice}
+        return choose_kernels.apply(graph, self.registry, **options)
 
     def _expand(self, graph: Graph) -> int:
         expanded = 0
@@ -193,6 +216,17 @@ class PassPipeline(CustomGraphPass):
         return expanded
 
 
+def _asked_plain(registry: KernelRegistry) -> frozenset[str]:
+    """Ops that an option wants in plain torch, and that are not told which kernel runs."""
+    return frozenset(
+        family.op.name
+        for family in families.FAMILIES
+        if not family.has_impl
+        and family.op.is_expandable
+        and registry.override(family.family, family.mode) == "torch"
+    )
+
+
 def _expand_mutable(graph: Graph, op: OpSpec) -> int:
     assert op.functional_reference is not None
     return sum(
@@ -201,10 +235,12 @@ def _expand_mutable(graph: Graph, op: OpSpec) -> int:
     )
 
 
-def _fingerprint(order: tuple[str, ...], kept_ops: frozenset[str], registry: KernelRegistry) -> str:
+def _fingerprint(
+    order: tuple[str, ...], kept_ops: frozenset[str], kernel_registry: KernelRegistry
+) -> str:
     """Hash of sources, reference bodies, order and options; equal on every machine."""
     digest = hashlib.sha256()
-    options = (order, sorted(kept_ops), registry.overrides, torch.__version__)
+    options = (order, sorted(kept_ops), kernel_registry.fingerprint, torch.__version__)
     digest.update(repr(options).encode())
     for module in (
         reference,
@@ -215,8 +251,10 @@ def _fingerprint(order: tuple[str, ...], kept_ops: frozenset[str], registry: Ker
         quant_pattern,
         choose_kernels,
         attention_choice,
+        families,
         gemm,
         moe_choice,
+        registry,
         *FUSIONS,
         *LATE_PASSES,
         inspect.getmodule(_fingerprint),

@@ -6,14 +6,19 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_engine.kernels.ceilings import (
+    BURST_CALLS,
+    MATMUL_SIZE,
+    NUM_ELEMENTS,
+    REST_S,
+    product,
+)
+from compiled_engine.kernels.ceilings import gpu_read_tb_s as read_tb_s
 from perf.machine import clocks
 from perf.rows import Measured
 from perf.timing import event_ms
 
-NUM_ELEMENTS = 2**32  # bf16: 8.6 GB, far more than any cache holds
-MATMUL_SIZE = 8192
-BURST_CALLS, SUSTAINED_CALLS = 20, 700  # products, about 0.03 s and 1 s of them
-REST_S = 0.5
+SUSTAINED_CALLS = 700  # products, about 1 s of them
 # An H200 that gives less is shared, throttled or broken, and says nothing about our code.
 H200_READ_TB_S = 4.4
 H200_MATMUL_TFLOPS = 740.0
@@ -84,28 +89,6 @@ def measure_ceilings(num_repeats: int) -> Ceilings:
     return ceilings
 
 
-def read_tb_s(num_repeats: int) -> list[float]:
-    """Reduction over 8.6 GB of bf16 by the best of some tile sizes."""
-    import torch
-
-    from perf.ceilings_triton import sum_tiles
-
-    data = torch.ones(NUM_ELEMENTS, dtype=torch.bfloat16, device="cuda")
-    best: list[float] = [float("inf")]
-    for tile, num_warps in ((4096, 4), (8192, 4), (8192, 8), (16384, 8), (32768, 16)):
-        out = torch.empty(NUM_ELEMENTS // tile, dtype=torch.float32, device="cuda")
-        grid = (NUM_ELEMENTS // tile,)
-
-        def reduce(grid=grid, out=out, tile=tile, num_warps=num_warps) -> None:  # noqa: ANN001
-            sum_tiles[grid](data, out, TILE=tile, num_warps=num_warps)
-
-        taken = event_ms(reduce, num_calls=10, num_repeats=num_repeats)
-        assert bool((out == tile).all()), "the reduction did not read what it says"
-        if statistics.median(taken) < statistics.median(best):
-            best = taken
-    return [data.nbytes / (milliseconds * 1e-3) / 1e12 for milliseconds in best]
-
-
 def copy_tb_s(num_repeats: int) -> list[float]:
     """Bytes read and written by a copy of 8.6 GB."""
     import torch
@@ -123,17 +106,11 @@ def matmul_tflops(num_repeats: int) -> tuple[list[float], list[float], dict[str,
     """
     import torch
 
-    a, b = (
-        torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").to(torch.bfloat16) for _ in range(2)
-    )
-    out = torch.empty_like(a)
-
-    def multiply() -> None:
-        torch.mm(a, b, out=out)
+    multiply, flops = product(MATMUL_SIZE, torch.device("cuda"), torch.bfloat16)
 
     def rate(num_calls: int, rest_s: float) -> list[float]:
         taken = event_ms(multiply, num_calls=num_calls, num_repeats=num_repeats, rest_s=rest_s)
-        return [2 * MATMUL_SIZE**3 / (milliseconds * 1e-3) / 1e12 for milliseconds in taken]
+        return [flops / (milliseconds * 1e-3) / 1e12 for milliseconds in taken]
 
     for _ in range(3):  # the library picks its kernel
         multiply()
@@ -165,3 +142,6 @@ def fp8_matmul_tflops(num_repeats: int) -> list[float]:
         multiply()
     taken = event_ms(multiply, num_calls=BURST_CALLS, num_repeats=num_repeats, rest_s=REST_S)
     return [2 * MATMUL_SIZE**3 / (milliseconds * 1e-3) / 1e12 for milliseconds in taken]
+
+
+__all__ = ["Ceilings", "copy_tb_s", "matmul_tflops", "measure_ceilings", "read_tb_s"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compiled_engine.compile.torch_compat import has_own_kernel
 from compiled_engine.custom_ops import ALL_OPS, OpSpec
+from compiled_engine.custom_ops.family_inputs import EPS, PAGE_SIZE, Sequences
 from compiled_engine.custom_ops.gemm import CANDIDATES, fused_linear_traits
 from compiled_engine.custom_ops.registry import Target
 from perf.qwen3_8b import (
@@ -32,8 +33,6 @@ from perf.qwen3_8b import (
 
 OUT_OF_CACHE_BYTES = 1e9
 MAX_COPIES = 36
-PAGE_SIZE = 16
-EPS = 1e-6
 Call = Callable[[], Any]
 
 
@@ -68,60 +67,6 @@ def _spec(name: str) -> OpSpec:
 
 
 # --- attention ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """What a step's attention computes: context and query tokens of each row.
-
-    Attributes:
-        lens: tokens with KV after the step.
-        query_lens: tokens of the step, the last ones of each row.
-        num_shared: tokens, whole pages, that all rows have in common.
-    """
-
-    lens: list[int]
-    query_lens: list[int]
-    num_shared: int = 0
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens whose KV must be read, shared ones once."""
-        return sum(self.lens) - self.num_shared * (len(self.lens) - 1)
-
-    def indices(self, device: str) -> dict[str, Tensor]:
-        """Index arguments of `paged_attention`, by name; page 0 stays free."""
-        widths = [-(-length // PAGE_SIZE) for length in self.lens]
-        shared = self.num_shared // PAGE_SIZE
-        table = torch.zeros(len(self.lens) + 1, max(widths), dtype=torch.int32)
-        order = (torch.randperm(self.num_pages - 1) + 1).int()
-        used = shared
-        for row, width in enumerate(widths):
-            own = width - shared
-            table[row, :shared] = order[:shared]
-            table[row, shared:width] = order[used : used + own]
-            used += own
-        ends = torch.tensor(self.query_lens).cumsum(0)
-        rows = torch.arange(len(self.lens))
-        starts = torch.tensor(self.lens) - torch.tensor(self.query_lens)
-        token_rows = rows.repeat_interleave(torch.tensor(self.query_lens))
-        first = torch.cat((torch.zeros(1, dtype=torch.int64), ends[:-1]))
-        positions = torch.arange(int(ends[-1])) - first[token_rows] + starts[token_rows]
-        made = {
-            "block_table": table,
-            "seq_rows": rows.int(),
-            "seq_lens": torch.tensor(self.lens, dtype=torch.int32),
-            "query_start_loc": torch.cat((first[:1], ends)).int(),
-            "token_rows": token_rows,
-            "positions": positions,
-        }
-        return {name: tensor.to(device) for name, tensor in made.items()}
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of a cache that holds them, the null page included."""
-        shared = self.num_shared // PAGE_SIZE
-        return 1 + shared + sum(-(-length // PAGE_SIZE) - shared for length in self.lens)
 
 
 def paged_calls(

@@ -1,56 +1,7 @@
-"""Timing on the device: events around calls, and calls inside one CUDA graph."""
+"""Timing on the device: the package's own, by which it also picks kernels."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from compiled_engine.custom_ops.timing import event_ms, graph_ms
 
-
-def event_ms(
-    function: Callable[[], Any], *, num_calls: int, num_repeats: int, rest_s: float = 0.0
-) -> list[float]:
-    """Milliseconds of one call, for each repeat of `num_calls` calls in a row.
-
-    The device rests for `rest_s` seconds before each repeat: one that works at its power limit
-    slows down within a tenth of a second.
-    """
-    import torch
-
-    function()
-    taken = []
-    for _ in range(num_repeats):
-        if rest_s:
-            torch.cuda.synchronize()
-            time.sleep(rest_s)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(num_calls):
-            function()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end) / num_calls)
-    return taken
-
-
-def graph_ms(
-    calls: Sequence[Callable[[], Any]], *, num_replays: int, num_repeats: int
-) -> list[float]:
-    """Milliseconds of one of `calls`, captured together in one CUDA graph, for each repeat.
-
-    Give every call inputs of its own, more bytes in all than the device's cache holds.
-    """
-    import torch
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:  # compiles, and allocates what is kept between calls
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    taken = event_ms(graph.replay, num_calls=num_replays, num_repeats=num_repeats)
-    return [milliseconds / len(calls) for milliseconds in taken]
+__all__ = ["event_ms", "graph_ms"]

@@ -74,14 +74,19 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(
-    parser: argparse.ArgumentParser, config_class: type[EngineConfig] | type[ServerConfig]
+    parser: argparse.ArgumentParser,
+    config_class: type[EngineConfig] | type[ServerConfig],
+    *,
+    only: frozenset[str] | None = None,
 ) -> None:
-    """One flag for each field but `model`."""
+    """One flag for each field but `model`, or for those of `only`."""
     title = "engine" if config_class is EngineConfig else "server"
     group = parser.add_argument_group(f"{title} settings")
     hints = typing.get_type_hints(config_class)
     texts = attribute_texts(config_class)
     for entry in _flag_fields(config_class):
+        if only is not None and entry.name not in only:
+            continue
         group.add_argument(
             *flags_of(entry.name),
             dest=entry.name,
@@ -154,11 +159,12 @@ def _argument_options(entry: Field[Any], hint: Any, text: str) -> dict[str, Any]
         return {"choices": typing.get_args(kind), "help": help_text}
     if typing.get_origin(kind) is tuple:
         return {"action": "append", "metavar": "NAME", "help": f"{help_text}; may be repeated"}
-    return {"type": kind, "metavar": _METAVARS[kind], "help": help_text}
+    is_file = entry.name.endswith(("_file", "_config"))
+    return {"type": kind, "metavar": "FILE" if is_file else _METAVARS[kind], "help": help_text}
 
 
 def _without_none(hint: Any) -> Any:
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
         assert len(kinds) == 1, f"{hint}: a flag has one type"
         return kinds[0]

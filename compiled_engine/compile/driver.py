@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from compiled_engine.compile.direct import DirectPiece, PlainPiece
@@ -16,6 +17,7 @@ from compiled_engine.compile.torch_compat import dynamo_counters, set_cache_dir,
 from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops.kernels import make_registry
+from compiled_engine.custom_ops.tuning import KernelTuner
 from compiled_engine.passes import PassPipeline
 from compiled_engine.passes.defaults import disabled_passes
 from compiled_engine.passes.dump import GraphDump
@@ -28,14 +30,14 @@ class CompileDriver:
     """One per engine.
 
     Args:
-        config: `enforce_eager`, `disable_passes`, `kernels`, `dump_graphs` and the cache folder are
-            read.
+        config: `enforce_eager`, `disable_passes`, the options of kernels, `dump_graphs` and the
+            cache folder are read.
         kept_ops: fused ops that have a kernel on this device and stay in the graph.
         device_type: "cpu" or "cuda": leaves out the passes that do not pay there.
 
     Raises:
-        ConfigError: an unknown name in `disable_passes` or `kernels`, a folder for graphs that
-            cannot be made.
+        ConfigError: an unknown name in `disable_passes` or among the kernels, a folder for graphs
+            that cannot be made.
     """
 
     def __init__(
@@ -51,7 +53,12 @@ class CompileDriver:
         self.disabled_passes = disabled_passes(
             device_type, disabled=config.disable_passes, enabled=config.enable_passes
         )
-        self.registry = make_registry(config.kernels)
+        self.registry = make_registry(
+            config.kernels,
+            config_file=config.kernel_config,
+            objective=config.kernel_objective,
+            tuner=KernelTuner(Path(config.cache_dir) / "kernels"),
+        )
         self.options = {"triton.enable_pdl": True} if config.inductor_pdl else {}
         self.dump_folder = config.dump_graphs
         if self.dump_folder is not None:  # what comes from a cache goes through no pass

@@ -1,11 +1,12 @@
-"""The only place, besides `passes/pattern.py`, that touches private torch names.
+"""Private torch names: here, in `inductor_view` and in `passes/pattern.py` only.
 
 Each use names the versions it was seen in (2.11 to 2.14).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -40,6 +41,23 @@ def fake_result(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
         made = op(*(fakes.from_tensor(a) if isinstance(a, Tensor) else a for a in args), **kwargs)
     assert isinstance(made, Tensor), op
     return made
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have shapes, dtypes and devices, and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Tensors made in the block have storage, also where a graph is being traced or compiled."""
+    from torch._guards import tracing
+    from torch.utils._python_dispatch import _disable_current_modes  # 2.11 to 2.14
+
+    with tracing(None), _disable_current_modes():
+        yield
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:

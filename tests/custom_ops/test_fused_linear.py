@@ -127,7 +127,7 @@ def test_choice_of_mma_leaves_the_others_behind():
         "torch": "ranks below mma",
     }
     older = choice_of(Product(6144, 4096, "n"), 4, A100)
-    assert dict(older.rejected)["mma"] == "needs compute capability 9"
+    assert dict(older.rejected)["mma"] == "needs sm_90, this is sm_80"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_choice_says_why_not_wide(product, num_tokens, changes, reason, kernel):
     assert dict(choice.rejected)["wide"] == reason
     assert choice.candidate.name == kernel
     older = choice_of(product, num_tokens, A100)
-    assert dict(older.rejected)["wide"] == "needs compute capability 9"
+    assert dict(older.rejected)["wide"] == "needs sm_90, this is sm_80"
 
 
 @pytest.mark.parametrize(

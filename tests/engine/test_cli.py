@@ -55,6 +55,8 @@ ENGINE_VALUES = {
     "dump_graphs": ("/graphs", Path("/graphs")),
     "inductor_pdl": (None, True),
     "kernels": ("attention=torch", ("attention=torch",)),
+    "kernel_objective": ("determinism", "determinism"),
+    "kernel_config": ("/kernels.toml", Path("/kernels.toml")),
     "seed": ("5", 5),
     "trust_remote_code": (None, True),
     "allow_pickle": (None, True),

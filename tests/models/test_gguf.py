@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,22 @@ def test_convert_gguf_happens_once_until_the_file_changes(tmp_path: Path) -> Non
     )
     assert changed != first
     assert calls[-1] == 0
+
+
+def test_convert_gguf_without_weights_writes_all_else_and_takes_what_is_converted(
+    tmp_path: Path,
+) -> None:
+    folder = convert(tmp_path)
+    whole = {path.name for path in folder.iterdir()}
+    config = (folder / "config.json").read_text()
+    arguments = (tmp_path / "tiny.gguf", tmp_path / "cache")
+    assert convert_gguf(*arguments, with_weights=False) == folder
+    shutil.rmtree(folder)
+    light = convert_gguf(*arguments, with_weights=False)
+    assert light != folder
+    assert {path.name for path in light.iterdir()} == {n for n in whole if "model." not in n}
+    assert (light / "config.json").read_text() == config
+    assert convert_gguf(*arguments) == folder, "the weights are converted when they are needed"
 
 
 def test_convert_gguf_replaces_what_an_interrupted_one_left(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""What calls of `route` and `experts` cost, their traits, and inputs for measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_engine.custom_ops import moe_choice, reference_moe
+from compiled_engine.custom_ops.family_inputs import BenchCase, Shapes
+from compiled_engine.custom_ops.registry import Target
+
+# The experts of Qwen3-30B-A3B: their number, those of a token, hidden and inner size.
+NUM_EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
+
+
+def distinct_experts(num_experts: int, num_pairs: int, top_k: int) -> float:
+    """How many experts a step touches if every token's are drawn uniformly."""
+    num_tokens = num_pairs / max(1, top_k)
+    return float(num_experts * (1 - (1 - top_k / num_experts) ** num_tokens))
+
+
+def experts_bytes_flops(
+    arguments: Mapping[str, Any], results: tuple[Any, ...], context: int
+) -> tuple[float, float]:
+    """The distinct experts' weights once, tokens in and out; two operations a weight and pair."""
+    x, gate_up, ids = (arguments[n] for n in ("x", "gate_up", "ids"))
+    num_experts, top_k = gate_up.shape[0], ids.shape[1]
+    names = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+    stacks = [arguments[name] for name in names if arguments[name] is not None]
+    stacked = sum(stack.numel() * stack.element_size() for stack in stacks)
+    touched = distinct_experts(num_experts, ids.numel(), top_k)
+    moved = touched / num_experts * stacked + 2.0 * x.numel() * x.element_size()
+    moved += ids.numel() * (4 + 4 + 4)
+    hidden = x.shape[1]
+    inner = gate_up.shape[1] // 2
+    return moved, 2.0 * ids.numel() * 3 * hidden * inner
+
+
+def route_traits(arguments: Mapping[str, Any], target: Target) -> dict[str, int]:
+    """Those of `moe_choice`, and the number of tokens."""
+    logits = arguments["logits"]
+    found = moe_choice.route_traits(logits, arguments["num_groups"])
+    return {"num_tokens": logits.shape[0], "top_k": arguments["top_k"], **found}
+
+
+def experts_traits(arguments: Mapping[str, Any], target: Target) -> dict[str, int]:
+    """Those of `moe_choice`."""
+    names = ("x", "gate_up", "down", "ids")
+    x, gate_up, down, ids = (arguments[name] for name in names)
+    biases = (arguments["gate_up_bias"], arguments["down_bias"])
+    kinds = (arguments["activation"], arguments["format"])
+    return moe_choice.experts_traits(x, gate_up, down, ids, biases, *kinds)
+
+
+def route_cases(shapes: Shapes, num_tokens: int, device: torch.device) -> Iterator[BenchCase]:
+    """The router of Qwen3-30B-A3B, whatever the model's shapes."""
+
+    def make() -> tuple[Any, ...]:
+        logits = torch.randn(num_tokens, NUM_EXPERTS, device=device).to(shapes.dtype)
+        return (logits, None, TOP_K, "softmax", True, 1, 1, 1.0)
+
+    yield BenchCase(f"{num_tokens}x{NUM_EXPERTS} top {TOP_K}", make)
+
+
+def experts_cases(shapes: Shapes, num_tokens: int, device: torch.device) -> Iterator[BenchCase]:
+    """The experts of Qwen3-30B-A3B; of a small model, few of its width."""
+    small = shapes.hidden < HIDDEN
+    sizes = (8, 2, shapes.hidden, shapes.inner) if small else (NUM_EXPERTS, TOP_K, HIDDEN, INNER)
+    make = partial(_experts_arguments, sizes, num_tokens, shapes.dtype, device)
+    yield BenchCase(f"{num_tokens} tokens, {sizes[1]} of {sizes[0]} of {sizes[2]}x{sizes[3]}", make)
+
+
+def _experts_arguments(
+    sizes: tuple[int, int, int, int], num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, ...]:
+    num_experts, top_k, hidden, inner = sizes
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+
+    gate_up = normal(num_experts, 2 * inner, hidden) * hidden**-0.5
+    down = normal(num_experts, hidden, inner) * inner**-0.5
+    routes = _routes(num_tokens, num_experts, top_k, device)
+    return (normal(num_tokens, hidden), gate_up, down, None, None, *routes, "silu", 0.0, 0.0,
+            None, None, "")  # fmt: skip
+
+
+def _routes(
+    num_tokens: int, num_experts: int, top_k: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Routes of random logits: near enough to uniform ones."""
+    logits = torch.randn(num_tokens, num_experts, device=device)
+    return reference_moe.route(logits, None, top_k, "softmax", True, 1, 1, 1.0)
+
+
+def experts_step(
+    arguments: Mapping[str, Any], device: torch.device, context: int
+) -> dict[str, Any]:
+    """Routes with the shapes of a call of `experts`, and scales of about 1."""
+    num_tokens, top_k = arguments["ids"].shape
+    names = ("weights", "ids", "order", "offsets")
+    routes = _routes(num_tokens, arguments["gate_up"].shape[0], top_k, device)
+    made: dict[str, Any] = dict(zip(names, routes, strict=True))
+    for name in ("gate_up_scale", "down_scale"):
+        scale = arguments[name]
+        if scale is not None and scale.dtype == torch.uint8:
+            made[name] = torch.full(scale.shape, 120, dtype=torch.uint8, device=device)
+    return made
