@@ -294,7 +294,7 @@ def read_again(x: Tensor, weight: Tensor) -> Any:
 
 
 def gate_read_again(x: Tensor, weight: Tensor) -> Any:
-    gated = silu_and_mul(x) * 1.0
+    gated = silu_and_mul(x) * 2.0
     return quantize(gated, "fp8_token", None)
 
 
