@@ -80,6 +80,7 @@ def test_layer_kinds_see_constants_shapes_and_dtypes_but_no_values(folders):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_equals_eager(folders, family, device):
