@@ -214,7 +214,14 @@ CANDIDATES = (
         "a kernel that writes the weight as 16-bit floats first",
         rejects=_rejects_dequantized,
     ),
-    Candidate(family="quantized_linear", mode="few", name="torch", priority=Priority.REFERENCE),
+    Candidate(
+        family="quantized_linear",
+        mode="few",
+        name="torch",
+        priority=Priority.REFERENCE,
+        tags=("deterministic",),
+        num_kernels=lambda _: 0,
+    ),
     Candidate(
         family="scaled_linear",
         mode="product",
@@ -236,5 +243,12 @@ CANDIDATES = (
         dtypes=DTYPES,
         rejects=_rejects_triton,
     ),
-    Candidate(family="scaled_linear", mode="product", name="torch", priority=Priority.REFERENCE),
+    Candidate(
+        family="scaled_linear",
+        mode="product",
+        name="torch",
+        priority=Priority.REFERENCE,
+        tags=("deterministic",),
+        num_kernels=lambda _: 0,
+    ),
 )

@@ -6,6 +6,7 @@ them: straight to the device, onto a model made without storage (accelerate's me
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,11 +43,8 @@ def build_hf_model(
         ConfigError: transformers' code of the model cannot be served, or the checkpoint does not
             fit; says why.
     """
-    with torch.device("meta"):
-        twin = new_model(config, dtype=dtype)
     # Before anything is read: what cannot be served is refused at once.
-    plan = plan_model(twin, config.num_layers, config.architecture)
-    del twin
+    plan = _plan(config, dtype)
     if dummy_seed is None:
         theirs = _read(config, dtype, device, allow_pickle=allow_pickle)
     else:
@@ -58,8 +56,38 @@ def build_hf_model(
     return model.requires_grad_(False)
 
 
-def _empty(config: HfModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """transformers' model with uninitialised parameters; what its code computes is in place."""
+def shape_hf_model(
+    config: HfModelConfig, *, dtype: torch.dtype, device: torch.device, mode: Any
+) -> HfCausalLM:
+    """The model with tensors of `mode`, which have shapes and no values.
+
+    Raises:
+        ConfigError: transformers' code of the model cannot be served; says why.
+    """
+    plan = _plan(config, dtype)
+    # What its code computes keeps its values until the model has looked at them.
+    model = HfCausalLM(config, _empty(config, dtype, device, mode), plan).eval()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            with mode:
+                setattr(module, name, mode.from_tensor(buffer).to(device))
+    return model.requires_grad_(False)
+
+
+def _plan(config: HfModelConfig, dtype: torch.dtype) -> Any:
+    """How the model's code is cut into pieces."""
+    with torch.device("meta"):
+        twin = new_model(config, dtype=dtype)
+    return plan_model(twin, config.num_layers, config.architecture)
+
+
+def _empty(
+    config: HfModelConfig, dtype: torch.dtype, device: torch.device, mode: Any = None
+) -> Any:
+    """transformers' model with uninitialised parameters; what its code computes is in place.
+
+    With a `mode`, parameters are of that and have no values, and buffers stay where they are.
+    """
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
@@ -69,11 +97,13 @@ def _empty(config: HfModelConfig, dtype: torch.dtype, device: torch.device) -> A
     for module in theirs.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in made:  # tied ones stay tied
-                storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+                with mode or nullcontext():
+                    storage = torch.empty(parameter.shape, dtype=dtype, device=device)
                 made[id(parameter)] = torch.nn.Parameter(storage, requires_grad=False)
             setattr(module, name, made[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
+            if mode is None:
+                setattr(module, name, buffer.to(device))
     return theirs
 
 

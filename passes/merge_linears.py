@@ -96,7 +96,7 @@ def _merge(graph: Graph, x: Node, weight: Node, bias: Node | None, parts: list[_
         product.meta["val"] = value_of(parts[0].node).new_empty((value_of(x).shape[0], size))
         for node, start, stop in parts:
             cut = graph.call_function(aten.slice.Tensor, (product, 1, start, stop))
-            cut.meta["val"] = product.meta["val"][:, start:stop]
+            cut.meta["val"] = torch.ops.aten.slice.Tensor(product.meta["val"], 1, start, stop)
             node.replace_all_uses_with(cut)
             copy_meta(node, cut)
     for node, _, _ in parts:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from compiled_engine.compile.torch_compat import fake_mode
 from compiled_engine.custom_ops import LayerCache, PagedContext
 from compiled_engine.models import ARCHITECTURES, CausalLM, HfModelConfig, ModelConfig
-from compiled_engine.models.hf_load import build_hf_model
-from compiled_engine.models.layers import Rotary
+from compiled_engine.models.hf_load import shape_hf_model
 from compiled_engine.models.weights import build_model
 
 
@@ -60,8 +59,7 @@ class FakeStep:
         self._config = config
         self._dtype = dtype
         self._device = device
-        with self.mode:
-            self.model: CausalLM = _model(config, dtype, device)
+        self.model: CausalLM = _model(config, dtype, device, self.mode)
 
     def layer_inputs(self, layer: nn.Module, *, is_last: bool) -> tuple[Any, ...]:
         """Arguments of `pieces.layer_function`."""
@@ -72,8 +70,8 @@ class FakeStep:
         cache_shape = (*pages, config.num_kv_heads, config.head_dim)
         caches = LayerCache(*(self._empty(*cache_shape, dtype=shape.cache_dtype) for _ in range(2)))
         ints, longs = {"dtype": torch.int32}, {"dtype": torch.int64}
-        half = config.head_dim // 2
-        rotary = Rotary(*(self._empty(tokens, half, dtype=torch.float32) for _ in range(2)))
+        with self.mode, torch.no_grad():
+            _, rotary = self.model.embed(*self.tokens())
         ctx = PagedContext(
             slot_mapping=self._empty(tokens, **longs),
             block_table=self._empty(shape.max_rows + 1, width, **ints),
@@ -101,9 +99,10 @@ class FakeStep:
             return torch.empty(shape, dtype=dtype, device=self._device)
 
 
-def _model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def _model(config: ModelConfig, dtype: torch.dtype, device: torch.device, mode: Any) -> CausalLM:
     """The model without values: by our file, or by transformers' code."""
     if isinstance(config, HfModelConfig):
-        return build_hf_model(config, dtype=dtype, device=device, dummy_seed=0)
-    model_class = ARCHITECTURES[config.architecture]
-    return build_model(model_class, config, dtype=dtype, device=device)
+        return shape_hf_model(config, dtype=dtype, device=device, mode=mode)
+    with mode:
+        model_class = ARCHITECTURES[config.architecture]
+        return build_model(model_class, config, dtype=dtype, device=device)

@@ -114,8 +114,8 @@ def test_every_family_has_a_choice_for_every_objective(objective):
     registry = kernels.make_registry(objective=objective)
     for family in FAMILIES:
         arguments = family.bind(family.op.example_inputs(FP32, torch.device("cpu"), 0)[0])
-        traits, main = family.traits(arguments, CPU), arguments[family.main]
-        choice = registry.choose(family.family, family.mode, CPU, main.dtype, traits)
+        traits, dtype = family.traits(arguments, CPU), family.dtype_of(arguments)
+        choice = registry.choose(family.family, family.mode, CPU, dtype, traits)
         assert choice.reason
         assert choice.candidate.device_type in ("", "cpu")
 
