@@ -11,15 +11,17 @@ import torch
 from compiled_engine.models import CausalLM
 from compiled_engine.tokenizer import Tokenizer
 
-WINDOW = 512
+NUM_WINDOWS, WINDOW = 4, 384
+_NUM_CANDIDATES, _MIN_TOKENS = 24, 512
 
 
-def windows(folder: Path, count: int) -> list[torch.Tensor]:
-    """`count` windows of `WINDOW` tokens of the longest topics, by name."""
+def windows(folder: Path) -> list[torch.Tensor]:
+    """The beginnings of some of the longest topics, as token ids."""
     tokenizer = Tokenizer.from_folder(folder)
-    longest = sorted(sorted(topics), key=lambda name: -len(topics[name]))[: 4 * count]
-    ids = [tokenizer.encode(topics[name][:6000])[:WINDOW] for name in sorted(longest)]
-    return [torch.tensor(each) for each in ids if len(each) == WINDOW][:count]
+    longest = sorted(sorted(topics), key=lambda name: -len(topics[name]))[:_NUM_CANDIDATES]
+    ids = [tokenizer.encode(topics[name][:6000]) for name in sorted(longest)]
+    long_enough = [each for each in ids if len(each) >= _MIN_TOKENS]
+    return [torch.tensor(each[:WINDOW]) for each in long_enough[:NUM_WINDOWS]]
 
 
 @torch.no_grad()
