@@ -108,7 +108,8 @@ def quantize(x: Tensor, activation_format: str, static_scale: Tensor | None) -> 
 
 
 def _scale_of(amax: Tensor, largest: float) -> Tensor:
-    return amax.clamp_min(MIN_AMAX) / largest
+    # by a tensor: on a GPU a quotient by a number is a product, with another last bit
+    return amax.clamp_min(MIN_AMAX) / torch.full_like(amax, largest)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -21,12 +21,13 @@ from typing import Any
 
 from perf.ceilings import Ceilings, fp8_matmul_tflops, measure_ceilings
 from perf.decode import BATCH_SIZES, INPUT_LEN, OUTPUT_LEN, Driver, measure_decode
-from perf.gpu_step import ENGINE, Note
+from perf.gpu_step import ENGINE, Note, Throttled
 from perf.model_shapes import SHAPES, ModelShape, write_folder
 from perf.offline import PREFILL_LENS, measure_agentic, measure_e2e, measure_prefill
 from perf.pass_costs import measure_passes
 from perf.qwen3_8b import Prompts
 from perf.rows import Measured, Outcome, key_of
+from perf.stopping import Stopped, left_out, stop_on_sigterm
 
 NAME = "gpu_models"
 DEFAULT_MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
@@ -55,12 +56,19 @@ class Bench:
         ceilings: of the device.
         num_repeats: as in `Options`.
         stack: keeps what is opened.
+        note: shows how far a build is.
     """
 
     def __init__(
-        self, shape: ModelShape, ceilings: Ceilings, num_repeats: int, stack: ExitStack
+        self,
+        shape: ModelShape,
+        ceilings: Ceilings,
+        num_repeats: int,
+        stack: ExitStack,
+        note: Note,
     ) -> None:
         self.shape = shape
+        self._note = note
         self.ceilings = ceilings
         self.num_repeats = num_repeats
         self._stack = stack
@@ -82,7 +90,11 @@ class Bench:
         """An engine of the shape with these options of `LLM`."""
         from compiled_engine import LLM
 
-        return LLM(str(self._folder), **options, **self.shape.options)
+        start = time.perf_counter()
+        progress = Throttled(self._note)
+        llm = LLM(str(self._folder), progress=progress, **options, **self.shape.options)
+        self._note(f"{self.shape.name} built in {time.perf_counter() - start:.1f} s")
+        return llm
 
 
 def _decode(bench: Bench) -> Iterator[Measured]:
@@ -259,14 +271,20 @@ def run(options: Options, note: Note) -> Outcome:
         raise SystemExit(f"{NAME} needs an NVIDIA GPU; torch sees none")
     ceilings = measure_ceilings(options.num_repeats)
     measured, failures = list(ceilings.measured()), []
+    stop_on_sigterm()
     for name in models:
         shape, start = SHAPES[name], time.perf_counter()
         try:
-            for entry in _measure_model(shape, parts, ceilings, options.num_repeats, failures):
+            for entry in _measure_model(
+                shape, parts, ceilings, options.num_repeats, failures, note
+            ):
                 measured.append(replace(entry, model=shape.name, dtype=shape.dtype))
                 values = ", ".join(f"{value:.4g}" for value in entry.values)
                 key = key_of(entry.metric, entry.batch, entry.case, shape.name)
                 note(f"{key}: {values} {entry.unit}")
+        except Stopped:  # what was measured so far is kept
+            failures.append(left_out(name))
+            break
         except Exception as error:  # one model must not cost the rows of the others
             traceback.print_exc()
             failures.append(f"{name}: {type(error).__name__}: {error}")
@@ -286,10 +304,15 @@ def run(options: Options, note: Note) -> Outcome:
 
 
 def _measure_model(
-    shape: ModelShape, parts: list[str], ceilings: Ceilings, num_repeats: int, failures: list[str]
+    shape: ModelShape,
+    parts: list[str],
+    ceilings: Ceilings,
+    num_repeats: int,
+    failures: list[str],
+    note: Note,
 ) -> Iterator[Measured]:
     with ExitStack() as stack:
-        bench = Bench(shape, ceilings, num_repeats, stack)
+        bench = Bench(shape, ceilings, num_repeats, stack, note)
         for part in parts:
             try:
                 yield from PARTS[part](bench)

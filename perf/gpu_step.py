@@ -7,7 +7,6 @@ part that fails is named at the end; the rows of the others are kept.
 
 from __future__ import annotations
 
-import signal
 import statistics
 import tempfile
 import time
@@ -30,6 +29,7 @@ from perf.op_bench import attention_share
 from perf.qwen3_8b import DTYPE, MODEL, Prompts, write_folder
 from perf.rows import Measured, Outcome, key_of
 from perf.scheduler import NUM_ROWS, measure_plan_advance
+from perf.stopping import Stopped, left_out, stop_on_sigterm
 
 NAME = "gpu_step"
 Note = Callable[[str], None]
@@ -103,7 +103,7 @@ class Bench:
         from compiled_engine import LLM
 
         start = time.perf_counter()
-        progress = _Throttled(self._note)
+        progress = Throttled(self._note)
         llm = self._stack.enter_context(
             LLM(str(write_folder(self.folder)), progress=progress, **options)
         )
@@ -111,15 +111,7 @@ class Bench:
         return llm
 
 
-class _Stopped(Exception):
-    """The run was asked to end."""
-
-
-def _stop(*_: Any) -> None:
-    raise _Stopped
-
-
-class _Throttled:
+class Throttled:
     """Shows a build's progress, at most once in `SECONDS`."""
 
     SECONDS = 3.0
@@ -224,7 +216,7 @@ def run(options: Options, note: Note) -> Outcome:
     for entry in measured:
         note(_described(entry))
     failures = []
-    signal.signal(signal.SIGTERM, _stop)
+    stop_on_sigterm()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(folder, ceilings, options.num_repeats, stack, note)
@@ -234,8 +226,8 @@ def run(options: Options, note: Note) -> Outcome:
                 for entry in PARTS[name](bench):
                     measured.append(entry)
                     note(_described(entry))
-            except _Stopped:  # what was measured so far is kept
-                failures.append(f"{name}: stopped by a signal, and what comes after it left out")
+            except Stopped:  # what was measured so far is kept
+                failures.append(left_out(name))
                 break
             except Exception as error:  # one part must not cost the rows of the others
                 traceback.print_exc()

@@ -57,7 +57,8 @@ class Row:
     @property
     def key(self) -> str:
         """What the row is called in `expected.json`: `metric[batch=8,case=cold]`."""
-        model = f"{self.model},{self.dtype}" if self.scenario == MANY_MODELS else ""
+        is_named = self.scenario == MANY_MODELS and self.model
+        model = f"{self.model},{self.dtype}" if is_named else ""
         return key_of(self.metric, self.batch, self.case, model)
 
 
