@@ -157,8 +157,6 @@ def model_config_of(config: EngineConfig, folder: Path) -> ModelConfig:
                 param="quantization",
             )
         plan = online_plan(config.quantization, dtype, quantizes_head=config.quantize_lm_head)
-        if model_config.moe is not None:
-            plan = replace(plan, note="experts stay as the checkpoint has them")
     elif config.quantize_lm_head:
         if plan is None:
             raise ConfigError(

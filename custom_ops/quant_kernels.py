@@ -24,7 +24,7 @@ from compiled_engine.custom_ops.quant_choice import (
 )
 from compiled_engine.custom_ops.quant_packed import QuantOperands, launch_packed
 from compiled_engine.custom_ops.quant_scaled import ScaledOperands, scaled_mm
-from compiled_engine.custom_ops.registry import Target, Traits, best_of
+from compiled_engine.custom_ops.registry import Target, Traits, best_of, by_tokens
 
 MIN_ARCH = 89  # that converts 8-bit floats
 
@@ -34,9 +34,12 @@ def select_kernel(
 ) -> str:
     """`kernel` if it can serve, or the best candidate's name if that is empty.
 
+    `kernel` may be a list by tokens, see `by_tokens`.
+
     Raises:
         ValueError: `kernel` is unknown or cannot serve; says why.
     """
+    kernel = by_tokens(kernel, traits["num_tokens"])
     candidates = [c for c in CANDIDATES if c.family == family]
     reasons = {c.name: c.rejection(target, dtype, traits) for c in candidates}
     if kernel not in ("", *reasons):

@@ -118,6 +118,12 @@ def quantize_checkpoint(
         ConfigError: the model is quantised already or cannot be read; the output cannot be written.
     """
     config = load_model_config(folder)
+    if config.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{folder} is a {config.architecture}; models are quantised that have a file here: "
+            f"{', '.join(sorted(ARCHITECTURES))}",
+            param="model",
+        )
     if config.quantization is not None:
         raise ConfigError(
             f"{folder} is quantised already ({config.quantization.method})", param="model"

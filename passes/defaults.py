@@ -1,7 +1,8 @@
 """Which passes run on a device when no option says so.
 
-A pass that does not pay on a device is off there: its op has no kernel for it, or it was measured
-to be slower. `--enable-pass NAME` runs it all the same, `--disable-pass NAME` leaves another out.
+A pass does not run on a device that its op has no kernel for. One that was measured to be slower
+on a device is off there by default: `--enable-pass NAME` runs it all the same, and
+`--disable-pass NAME` leaves another out.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from types import MappingProxyType
 from compiled_engine.errors import ConfigError
 from compiled_engine.passes.pipeline import PASS_NAMES
 
-# Device type -> pass -> why it is off there.
-OFF_BY_DEFAULT: Mapping[str, Mapping[str, str]] = MappingProxyType(
+# Device type -> pass -> why it cannot run there.
+NOT_FOR: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "cpu": MappingProxyType(
             {
@@ -25,6 +26,8 @@ OFF_BY_DEFAULT: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "cuda": MappingProxyType({"use_linear_op": "its op has kernels for CPUs only"}),
     }
 )
+# Device type -> passes that were measured to be slower there.
+OFF_BY_DEFAULT: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": (), "cuda": ()})
 
 
 def disabled_passes(
@@ -38,18 +41,24 @@ def disabled_passes(
         enabled: names that an option turns on.
 
     Raises:
-        ConfigError: an unknown name in `enabled`, or one that both options name.
+        ConfigError: a name in `enabled` is unknown, cannot run on the device, or is in both.
     """
     known = ", ".join(PASS_NAMES)
+    impossible = NOT_FOR.get(device_type, {})
     for name in enabled:
         if name not in PASS_NAMES:
             raise ConfigError(
                 f"--enable-pass {name}: no such pass; there are {known}", param="enable_passes"
+            )
+        if name in impossible:
+            raise ConfigError(
+                f"--enable-pass {name}: it cannot run on {device_type}, {impossible[name]}",
+                param="enable_passes",
             )
         if name in disabled:
             raise ConfigError(
                 f"--enable-pass {name} and --disable-pass {name} contradict each other",
                 param="enable_passes",
             )
-    off = (name for name in OFF_BY_DEFAULT.get(device_type, {}) if name not in enabled)
-    return tuple(dict.fromkeys((*disabled, *off)))
+    slow = (name for name in OFF_BY_DEFAULT.get(device_type, ()) if name not in enabled)
+    return tuple(dict.fromkeys((*disabled, *impossible, *slow)))

@@ -79,6 +79,8 @@ def _late(
     if value_of(scaled).dtype != torch.float32 or value_of(product).dtype != torch.float32:
         return None
     inner, offset = _without_offset(weight)
+    if offset and value_of(weight).dtype != torch.float32:
+        return None  # a sum that is rounded before it is applied
     inner = unconverted(inner, torch.float32)
     if not _is_weight(inner, x, same_dtype=False):
         return None

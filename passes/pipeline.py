@@ -20,18 +20,11 @@ import torch
 from compiled_engine.custom_ops import (
     ALL_OPS,
     OpSpec,
-    attention_choice,
     families,
-    gemm,
-    moe_choice,
-    quant,
-    reference,
-    reference_moe,
-    reference_quant,
-    registry,
 )
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import KernelRegistry, Target
+from compiled_engine.custom_ops.tuning import source_hash
 from compiled_engine.errors import ConfigError
 from compiled_engine.passes import (
     choose_kernels,
@@ -242,19 +235,11 @@ def _fingerprint(
     digest = hashlib.sha256()
     options = (order, sorted(kept_ops), kernel_registry.fingerprint, torch.__version__)
     digest.update(repr(options).encode())
+    digest.update(source_hash().encode())  # bodies, and which kernel is chosen
     for module in (
-        reference,
-        reference_quant,
-        quant,
-        reference_moe,
         pattern,
         quant_pattern,
         choose_kernels,
-        attention_choice,
-        families,
-        gemm,
-        moe_choice,
-        registry,
         *FUSIONS,
         *LATE_PASSES,
         inspect.getmodule(_fingerprint),

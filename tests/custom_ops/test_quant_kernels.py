@@ -169,6 +169,13 @@ def test_traits_say_what_is_in_the_way():
     assert not quantized_linear_traits(mixed)["has_one_dtype"]
 
 
+def test_a_list_by_tokens_names_one_for_each():
+    for num_tokens, name in ((8, "packed"), (32, "packed"), (100, "dequantized")):
+        traits = {**TRAITS, "num_tokens": num_tokens}
+        wanted = "32=packed,128=dequantized"
+        assert quant_kernels.select_kernel("quantized_linear", wanted, H200, BF16, traits) == name
+
+
 def test_unknown_or_unfit_kernels_are_refused():
     with pytest.raises(ValueError, match="has no kernel fast; there are packed, scaled"):
         quant_kernels.select_kernel("quantized_linear", "fast", H200, BF16, TRAITS)

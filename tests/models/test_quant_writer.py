@@ -13,6 +13,7 @@ from compiled_engine.cli import main
 from compiled_engine.models import quant_writer
 from compiled_engine.models.quant_linear import QuantLinear
 from compiled_engine.models.quant_plan import online_plan
+from tests.helpers.hf_models import write_hf_config
 from tests.helpers.quant_case import ONLINE, logits, quantized_model
 from tests.helpers.quant_checkpoints import LAYOUTS, rewrite_quantized
 from tests.helpers.tiny_model import write_tiny_model
@@ -91,6 +92,9 @@ def test_mistakes_are_told_with_exit_code_2(tmp_path: Path, capsys: pytest.Captu
     assert "nowhere" in capsys.readouterr().err
     assert quantize(folder, folder / "config.json" / "x", "int8") == 2
     assert "--output" in capsys.readouterr().err
+    foreign = write_hf_config(tmp_path / "foreign", "phi3")
+    assert quantize(foreign, tmp_path / "out", "int8") == 2
+    assert "Phi3ForCausalLM; models are quantised that have a file here" in capsys.readouterr().err
     config, spell, _ = LAYOUTS["compressed_int8"]
     rewrite_quantized(folder, config, spell)
     assert quantize(folder, tmp_path / "out", "int8") == 2

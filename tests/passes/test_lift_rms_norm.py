@@ -174,6 +174,16 @@ def test_near_misses_do_not_match(function: Callable[..., Tensor]):
     torch.testing.assert_close(found.outputs, function(*given))
 
 
+def test_a_sum_that_is_rounded_before_it_is_applied_stays():
+    def early(x: Tensor, weight: Tensor) -> Tensor:
+        return (normed(x) * (1.0 + weight)).type_as(x)
+
+    given = inputs(torch.bfloat16, 5, 16)
+    found = Harness(kept_ops=KEPT).run(early, *given)
+    assert found.matches(NAME) == 0
+    torch.testing.assert_close(found.outputs, early(*given))
+
+
 def test_switched_off():
     given = inputs(torch.float32, 5, 16)
     found = Harness(disabled=(NAME,), kept_ops=KEPT).run(llama, *given)

@@ -14,9 +14,6 @@ from torch import Tensor
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops import (
     ALL_OPS,
-    reference,
-    reference_moe,
-    reference_quant,
     rms_norm,
 )
 from compiled_engine.errors import ConfigError
@@ -236,10 +233,7 @@ def test_fingerprint_follows_the_order(monkeypatch):
         fuse_add_rms_norm,
         fuse_qk_norm_rope_kv,
         lower_scaled_linear,
-        reference_quant,
-        reference,
         *LIFTS,
-        reference_moe,
         pattern,
         pipeline,
     ],
@@ -253,4 +247,16 @@ def test_fingerprint_follows_the_sources(monkeypatch, module: ModuleType):
         return getsource(thing) + ("\n# changed" if thing is module else "")  # type: ignore[arg-type]
 
     monkeypatch.setattr(inspect, "getsource", changed)
+    assert new_pipeline().uuid() != before
+
+
+@pytest.mark.parametrize("name", ["reference_quant.py", "gemm_choice.py", "row.cuh"])
+def test_fingerprint_follows_every_source_of_the_ops(monkeypatch, name: str):
+    before = new_pipeline().uuid()
+    read = Path.read_bytes
+
+    def changed(path: Path) -> bytes:
+        return read(path) + (b"\n" if path.name == name else b"")
+
+    monkeypatch.setattr(Path, "read_bytes", changed)
     assert new_pipeline().uuid() != before
