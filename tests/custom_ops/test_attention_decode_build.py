@@ -13,6 +13,7 @@ from compiled_engine.custom_ops.attention_decode_cuda import SOURCE, Variant
 from compiled_engine.custom_ops.attention_work_plan import Places, WorkConfig, plan_kernel
 from compiled_engine.custom_ops.attention_work_triton import scan_kernel
 from compiled_engine.custom_ops.cuda_build import compile_source
+from tests.helpers.cubin_copies import copies
 
 VARIANTS = {
     "8b": Variant(128, 4, 2, 2, True, False, False),
@@ -29,7 +30,12 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 def test_variants_keep_everything_in_registers(variant, arch):
     pytest.importorskip("cuda.bindings.nvrtc")
-    log = compile_source(SOURCE, arch, variant.flags).log
+    made = compile_source(SOURCE, arch, variant.flags)
+    log = made.log
+    if arch == "sm_90a":
+        total, wrong = copies(made.code)
+        assert total > 0
+        assert wrong == 0, "ptxas encoded a copy with a cache policy wrongly"
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
     assert frames == [("0", "0")], log
     (registers,) = re.findall(r"Used (\d+) registers", log)

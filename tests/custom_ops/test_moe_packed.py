@@ -11,6 +11,7 @@ from compiled_engine.custom_ops import cuda_build, moe, moe_packed, reference_mo
 from compiled_engine.custom_ops.moe_config import PackedExpertsConfig
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
 from tests.helpers import cuda_emulator
+from tests.helpers.cubin_copies import copies
 from tests.helpers.emulated_experts import run_emulated
 from tests.helpers.tolerances import assert_close
 
@@ -72,4 +73,5 @@ def test_the_kernel_compiles_without_spills():
     operands = operands_of((1, 2, 1, 64, 64))
     variant = moe_packed.variant_of(operands, SMALL[0], is_down=False)
     cubin = cuda_build.compile_source(moe_packed.SOURCE, "sm_90a", variant.flags)
+    assert copies(cubin.code)[1] == 0, "ptxas encoded a copy with a cache policy wrongly"
     assert "0 bytes spill stores" in cubin.log

@@ -27,6 +27,7 @@ from compiled_engine.custom_ops.quant_packed import (
     variant_of,
 )
 from compiled_engine.custom_ops.registry import Target
+from tests.helpers.cubin_copies import copies
 from tests.helpers.cuda_emulator import DESCENDING
 from tests.helpers.emulated_packed import run_emulated
 from tests.helpers.interpreted import run_interpreted
@@ -95,7 +96,9 @@ def test_chosen_sizes_compile_without_spills(format, activation_format, num_toke
     config = pick_config(traits)
     variant = variant_of(operands, prepare(operands, config), config)
     assert variant.shared_bytes <= MAX_SHARED_BYTES
-    log = compile_source(SOURCE, "sm_90a", variant.flags).log
+    made = compile_source(SOURCE, "sm_90a", variant.flags)
+    log = made.log
+    assert copies(made.code)[1] == 0, "ptxas encoded a copy with a cache policy wrongly"
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
     assert spilled == 0, log
     (registers,) = re.findall(r"Used (\d+) registers", log)
