@@ -58,6 +58,7 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
         "format": WEIGHT_FORMATS.index(format),
         "is_gated": operands.is_gated,
         "is_packed": is_packed,
+        "has_heavy_scales": format in ("fp8_block", "fp8_token_block", "int4_group"),
         "has_activation_format": bool(operands.activation_format),
         "is_scaled_pair": operands.activation_format in activations,
         # several tokens come as bytes
@@ -130,18 +131,23 @@ _MORE = {
     32: {
         (8, False): PackedConfig(4, 8, 1, 1),
         (8, True): PackedConfig(2, 8, 2, 1),
-        (4, False): PackedConfig(4, 8, 1, 1),
+        (4, False): PackedConfig(2, 8, 1, 1),
         (4, True): PackedConfig(2, 8, 1, 1),
     },
 }
+# The same where scales take registers that these leave too few of.
+_HEAVY_ONE = PackedConfig(1, 8, 2, 2)
+_HEAVY_MORE = PackedConfig(2, 8, 1, 1)
 _LONG_SIZE = 8192
 
 
 def pick_config(traits: Traits) -> PackedConfig:
     """Sizes of the kernel "packed"; they can be made for every product it takes."""
     kind = (4 if traits["is_packed"] else 8, traits["size"] > _LONG_SIZE)
+    if traits["has_heavy_scales"] and traits["num_tokens"] != 1:
+        return _HEAVY_MORE
     if traits["num_tokens"] == 1:
-        return _ONE[kind]
+        return _HEAVY_ONE if traits["has_heavy_scales"] else _ONE[kind]
     return next(configs for limit, configs in _MORE.items() if traits["num_tokens"] <= limit)[kind]
 
 

@@ -92,7 +92,7 @@ FORMATS = (
 @pytest.mark.parametrize(("format", "activation_format"), FORMATS)
 def test_chosen_sizes_compile_without_spills(format, activation_format, num_tokens):
     operands = meta_operands(format, activation_format, num_tokens)
-    traits = {**TRAITS, "num_tokens": num_tokens, "is_packed": format in ("nvfp4", "int4_group")}
+    traits = {**quantized_linear_traits(operands), "num_tokens": num_tokens}
     config = pick_config(traits)
     variant = variant_of(operands, prepare(operands, config), config)
     assert variant.shared_bytes <= MAX_SHARED_BYTES
