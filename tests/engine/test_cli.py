@@ -34,6 +34,8 @@ ENGINE_VALUES = {
     "tokenizer": ("other", "other"),
     "load_format": ("dummy", "dummy"),
     "dtype": ("float32", "float32"),
+    "quantization": ("int8", "int8"),
+    "quantize_lm_head": (None, True),
     "device": ("cpu", "cpu"),
     "max_model_len": ("77", 77),
     "max_num_seqs": ("3", 3),

@@ -8,6 +8,12 @@
 //
 // Which experts are in use is known to the first product after its wait, and it lets the second one
 // start only then: so that one may load weights before its own wait.
+#ifndef FORMAT
+#define FORMAT MXFP4
+#endif
+#ifndef AHEAD
+#define AHEAD 1
+#endif
 #include "weights.cuh"
 
 #ifndef DOWN
