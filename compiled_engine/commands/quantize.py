@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import get_args
 
 from compiled_engine.commands.flags import add_model_argument
-from compiled_engine.commands.progress import PhaseProgress, stderr_console
 from compiled_engine.config import DeviceName, EngineConfig, Quantization, default_cache_dir
 
 _FORMATS = tuple(name for name in get_args(Quantization) if name != "auto")
@@ -48,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantises and writes."""
+    from compiled_engine.commands.progress import PhaseProgress, stderr_console
     from compiled_engine.device import pick_device
     from compiled_engine.models.quant_writer import quantize_checkpoint
     from compiled_engine.settings import find_model
