@@ -13,6 +13,7 @@ from typing import Any
 
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.config import EngineConfig
+from compiled_engine.models import CausalLM
 from compiled_engine.outbox import Outbox, RecordQueue, RingOutbox
 from compiled_engine.pieces import StepPieces
 from compiled_engine.sampler import Sampled, build_param_inbox, new_row_params
@@ -45,7 +46,7 @@ class _Bench:
         assert shape.max_rows == NUM_ROWS, f"{shape.max_rows} rows, not {NUM_ROWS}"
         # 0: as large as the pages ask for
         self.shape = replace(shape, num_pages=NUM_PAGES, index_buckets=0)
-        no_model: Any = None  # only the pieces around it are called
+        no_model: Any = CausalLM  # its layers are never asked for
         self.pieces = StepPieces(
             no_model, self.shape, VOCAB_SIZE, driver, is_gpu=device == "cuda", scheduler=kernels
         )
