@@ -90,6 +90,20 @@ _COMPRESSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 _MULTIPLES = {"nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP, "int4": 8}
 
 
+def _check_source(folder: Path, config: ModelConfig) -> None:
+    """Raises ConfigError where a model cannot be quantised."""
+    if config.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{folder} is a {config.architecture}; models are quantised that have a file here: "
+            f"{', '.join(sorted(ARCHITECTURES))}",
+            param="model",
+        )
+    if config.quantization is not None:
+        raise ConfigError(
+            f"{folder} is quantised already ({config.quantization.method})", param="model"
+        )
+
+
 def quantize_checkpoint(
     folder: Path,
     output: Path,
@@ -118,16 +132,7 @@ def quantize_checkpoint(
         ConfigError: the model is quantised already or cannot be read; the output cannot be written.
     """
     config = load_model_config(folder)
-    if config.architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"{folder} is a {config.architecture}; models are quantised that have a file here: "
-            f"{', '.join(sorted(ARCHITECTURES))}",
-            param="model",
-        )
-    if config.quantization is not None:
-        raise ConfigError(
-            f"{folder} is quantised already ({config.quantization.method})", param="model"
-        )
+    _check_source(folder, config)
     plan = online_plan(name, config.dtype, quantizes_head=quantizes_head)
     model = outline_model(
         ARCHITECTURES[config.architecture],
