@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_engine.custom_ops.quant import SCALED_PAIRS
 from compiled_engine.custom_ops.quant_packed import PackedConfig, QuantOperands, packed_rejects
 from compiled_engine.custom_ops.quant_scaled import scaled_mm_rejects
 from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS, WEIGHT_FORMATS
@@ -20,14 +21,6 @@ from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Tra
 from compiled_engine.custom_ops.toolchain import has_nvrtc
 
 DTYPES = (torch.bfloat16, torch.float16)
-# What activations weights of bytes can be multiplied with as they are.
-SCALED_ACTIVATIONS = {
-    "fp8_tensor": ("fp8_tensor", "fp8_token"),
-    "fp8_channel": ("fp8_tensor", "fp8_token"),
-    "fp8_block": ("fp8_block",),
-    "fp8_token_block": ("fp8_block",),
-    "int8_channel": ("int8_token",),
-}
 _MIN_GROUP = 32
 
 
@@ -50,7 +43,6 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
     group = columns // max(1, operands.scale.shape[-1]) if is_int4 else _MIN_GROUP
     scale_dtype = x.dtype if is_int4 else torch.float32
     is_alone = x.shape[0] == 1
-    activations = SCALED_ACTIVATIONS.get(format, ())
     return {
         "num_tokens": x.shape[0],
         "rows": operands.weight.shape[0],
@@ -60,7 +52,7 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
         "is_packed": is_packed,
         "has_heavy_scales": format in ("fp8_block", "fp8_token_block", "int4_group"),
         "has_activation_format": bool(operands.activation_format),
-        "is_scaled_pair": operands.activation_format in activations,
+        "is_scaled_pair": (format, operands.activation_format) in SCALED_PAIRS,
         # several tokens come as bytes
         "x_multiple": 16 if operands.activation_format and not is_alone else 8,
         "has_one_dtype": all(t.dtype == x.dtype for t in others),
@@ -107,7 +99,7 @@ def scaled_linear_traits(
         "in_blocks": activation_format == "fp8_block",
         "has_token_blocks": format == "fp8_token_block",
         "has_one_scale": format == "fp8_tensor" and activation_format == "fp8_tensor",
-        "is_scaled_pair": activation_format in SCALED_ACTIVATIONS.get(format, ()),
+        "is_scaled_pair": (format, activation_format) in SCALED_PAIRS,
         "is_weight_contiguous": all(t.is_contiguous() for t in (q, weight, weight_scale)),
         "arch": (target or Target.of(q.device)).arch,
     }

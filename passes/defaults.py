@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from compiled_engine.errors import ConfigError
-from compiled_engine.passes.pipeline import PASS_NAMES
+from compiled_engine.passes.pipeline import check_names
 
 # Device type -> pass -> why it cannot run there.
 NOT_FOR: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -41,15 +41,12 @@ def disabled_passes(
         enabled: names that an option turns on.
 
     Raises:
-        ConfigError: a name in `enabled` is unknown, cannot run on the device, or is in both.
+        ConfigError: a name is unknown, cannot run on the device, or is in both.
     """
-    known = ", ".join(PASS_NAMES)
+    check_names(disabled, "disable")
+    check_names(enabled, "enable")
     impossible = NOT_FOR.get(device_type, {})
     for name in enabled:
-        if name not in PASS_NAMES:
-            raise ConfigError(
-                f"--enable-pass {name}: no such pass; there are {known}", param="enable_passes"
-            )
         if name in impossible:
             raise ConfigError(
                 f"--enable-pass {name}: it cannot run on {device_type}, {impossible[name]}",

@@ -119,6 +119,16 @@ class Recorder(Protocol):
         """The graph as the pass of that name left it."""
 
 
+def check_names(names: tuple[str, ...], verb: str) -> None:
+    """Raises ConfigError for a name in `--<verb>-pass` that is no pass; lists those there are."""
+    for name in names:
+        if name not in PASS_NAMES:
+            raise ConfigError(
+                f"--{verb}-pass {name}: no such pass; there are {', '.join(PASS_NAMES)}",
+                param=f"{verb}_passes",
+            )
+
+
 class PassPipeline(CustomGraphPass):
     """Fusions, then expansion.
 
@@ -147,12 +157,7 @@ class PassPipeline(CustomGraphPass):
         target: Target | None = None,
         on_choice: choose_kernels.OnChoice | None = None,
     ) -> None:
-        unknown = [name for name in disabled if name not in PASS_NAMES]
-        if unknown:
-            raise ConfigError(
-                f"--disable-pass {unknown[0]}: no such pass; there are {', '.join(PASS_NAMES)}",
-                param="disable_passes",
-            )
+        check_names(disabled, "disable")
         self.fusions = tuple(m for m in FUSIONS if m.NAME not in disabled)
         self.late_passes = tuple(m for m in LATE_PASSES if m.NAME not in disabled)
         self.kept_ops = kept_ops

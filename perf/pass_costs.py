@@ -32,6 +32,8 @@ Build = Callable[[dict[str, Any]], AbstractContextManager[Any]]
 def measure_passes(build: Build, vocab_size: int, num_repeats: int) -> Iterator[Measured]:
     """Rows of every pass that matches anything: case "NAME on" is the engine with all passes."""
     with_all, names = _measure(build, (), vocab_size, num_repeats)
+    if not names:
+        raise RuntimeError("no pass ran: the graphs came from a cache, empty it first")
     for name in names:
         without, _ = _measure(build, (name,), vocab_size, num_repeats)
         for state, found in (("on", with_all), ("off", without)):

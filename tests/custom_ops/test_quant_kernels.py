@@ -10,10 +10,9 @@ import torch
 from compiled_engine.custom_ops import quant_kernels
 from compiled_engine.custom_ops.cuda_build import compile_source
 from compiled_engine.custom_ops.kernels import make_registry
-from compiled_engine.custom_ops.quant import QUANT_OPS, SCALED_PAIRS
+from compiled_engine.custom_ops.quant import QUANT_OPS
 from compiled_engine.custom_ops.quant_choice import (
     CANDIDATES,
-    SCALED_ACTIVATIONS,
     pick_config,
     quantized_linear_traits,
     scaled_linear_traits,
@@ -186,11 +185,6 @@ def test_unknown_or_unfit_kernels_are_refused():
         quant_kernels.select_kernel(
             "quantized_linear", "packed", H200, BF16, {**TRAITS, "num_tokens": 40}
         )
-
-
-def test_pairs_of_bytes_are_those_of_the_contract():
-    pairs = {(w, a) for w, activations in SCALED_ACTIVATIONS.items() for a in activations}
-    assert pairs == set(SCALED_PAIRS)
 
 
 @pytest.mark.parametrize(
