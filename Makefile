@@ -8,6 +8,9 @@
 export VENV ?= .venv
 export PYTHON TORCH_SPEC TORCH_INDEX
 
+# Tests run in a process a core; each takes a stretch of them, and what another has not come to yet.
+WORKERS := -n logical --maxprocesses 4 --dist worksteal
+
 DEFAULT_MODEL := smollm2-135m-instruct
 MODEL ?= $(DEFAULT_MODEL)
 HOST ?= 127.0.0.1
@@ -29,7 +32,7 @@ serve:
 
 test:
 	@tools/install.sh test
-	$(VENV)/bin/pytest -m "not gpu and not slow" $(ARGS)
+	$(VENV)/bin/pytest -m "not gpu and not slow" $(WORKERS) $(ARGS)
 
 test-all:
 	@tools/install.sh test

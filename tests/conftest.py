@@ -1,8 +1,9 @@
 """Settings of every test: seeds, threads, one compile cache, a limit on compilations, GPU skips.
 
 The default tier may cause at most `MAX_COMPILES` Inductor compilations (cache misses); a run that
-causes more fails at its end. Compilations in child processes are not counted. The cache is a fresh
-folder, or `COMPILED_ENGINE_TEST_CACHE` where that names one to keep between runs.
+causes more fails at its end. Compilations in child processes are not counted; those of the workers
+that share the tests among them are. The cache is a fresh folder, or `COMPILED_ENGINE_TEST_CACHE`
+where that names one to keep between runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +44,10 @@ CACHE = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the run's one compile cache."""
+    """Makes the run's one compile cache; workers are told it by the process that starts them."""
     kept = os.environ.get(CACHE_VARIABLE)
     folder = Path(kept) if kept else Path(tempfile.mkdtemp(prefix="compiled-engine-tests-"))
+    os.environ[CACHE_VARIABLE] = str(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     config.stash[CACHE] = folder
     config.stash[COUNT] = CompileCount()
@@ -56,7 +59,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Limits compilations in the default tier, and skips `gpu` tests where torch sees no GPU."""
     has_slow = any(item.get_closest_marker("slow") for item in session.items)
     on_gpu = [item for item in session.items if item.get_closest_marker("gpu")]
-    session.config.stash[COUNT].is_limited = not has_slow and not on_gpu
+    count = session.config.stash[COUNT]
+    count.is_limited = count.is_limited and not has_slow and not on_gpu
     if not on_gpu:
         return
     import torch
@@ -75,9 +79,24 @@ def pytest_terminal_summary(
     terminalreporter.write_line(f"Inductor compilations: {count.num_misses}{limit}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Adds a worker's compilations to the run's."""
+    found, count = getattr(node, "workeroutput", {}), node.config.stash[COUNT]
+    count.num_misses += found.get("num_misses", 0)
+    count.is_limited = count.is_limited and found.get("is_limited", True)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a run with too many compilations."""
-    if session.config.stash[COUNT].is_exceeded and session.exitstatus == 0:
+    """Fails a run with too many compilations; a worker reports its own."""
+    count = session.config.stash[COUNT]
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput |= {
+            "num_misses": count.num_misses,
+            "is_limited": count.is_limited,
+        }
+        return
+    if count.is_exceeded and session.exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -107,10 +126,12 @@ def engine_cache_dir(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def two_threads() -> None:
-    """At most two torch threads: what the smallest machine that runs these tests has."""
+    """At most two torch threads, what the smallest machine that runs these tests has: of all
+    workers together."""
     import torch
 
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, min(2, torch.get_num_threads()) // workers))
 
 
 @pytest.fixture(autouse=True)
