@@ -1,4 +1,4 @@
-"""Kernel families: an op, the shape traits its candidates look at, what a call costs.
+"""The kernel families: for each op the traits, the costs, the tolerance, inputs for measurements.
 
 Adding a family to `kernels list|check|bench`, to `explain` and to autotuning is adding a
 `KernelFamily` to `FAMILIES` and its candidates to `kernels.CANDIDATES`; nothing else knows names.
@@ -6,22 +6,28 @@ Adding a family to `kernels list|check|bench`, to `explain` and to autotuning is
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from compiled_engine.custom_ops import ALL_OPS, moe_costs
 from compiled_engine.custom_ops import family_inputs as inputs
 from compiled_engine.custom_ops.attention_choice import attention_traits
-from compiled_engine.custom_ops.family_inputs import BenchCase, Shapes
 from compiled_engine.custom_ops.gemm import MAX_SKINNY_ROWS, fused_linear_traits
+from compiled_engine.custom_ops.kernel_family import (
+    Arguments,
+    Cost,
+    CostFunction,
+    KernelFamily,
+    Tolerance,
+    num_bytes,
+)
 from compiled_engine.custom_ops.library import OpSpec
 from compiled_engine.custom_ops.quant_choice import quantized_linear_traits, scaled_linear_traits
+from compiled_engine.custom_ops.quant_kernels import MIN_ARCH, QUANT_OPS
 from compiled_engine.custom_ops.quant_packed import QuantOperands
 from compiled_engine.custom_ops.registry import (
     DETERMINISTIC_TAG,
@@ -31,134 +37,6 @@ from compiled_engine.custom_ops.registry import (
     Target,
     Traits,
 )
-
-Arguments = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one call must move and compute: bytes read and written once, floating operations."""
-
-    num_bytes: float = 0.0
-    num_flops: float = 0.0
-
-
-# (arguments by name, results, tokens of KV a sequence attends to) -> cost
-CostFunction = Callable[[Arguments, tuple[Any, ...], int], Cost]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """How far a candidate may lie from the reference, relative to the largest expected value.
-
-    Attributes:
-        roundings: to the result's dtype on both sides, each off by half a unit in the last place.
-        terms: argument name and dim whose size is the length of the longest sum, in fp32: two
-            orders of n terms lie about sqrt(n) roundings apart. Functions such as exp add some.
-        why: of the roundings, for people.
-    """
-
-    roundings: float = 2.0
-    terms: tuple[str, int] | None = None
-    why: str = "the result, on both sides"
-
-    def limit(self, dtype: torch.dtype, arguments: Arguments) -> float:
-        """The allowed difference for results of `dtype`."""
-        size = 1
-        if self.terms is not None:
-            size = max(1, arguments[self.terms[0]].shape[self.terms[1]])
-        return self.roundings * torch.finfo(dtype).eps / 2 + (16 + 4 * math.sqrt(size)) * 2.0**-24
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelFamily:
-    """One op that several candidates implement.
-
-    Attributes:
-        family, mode: as in `Candidate`.
-        op: the op; one argument may be called `impl`, which names the candidate.
-        main: argument whose device and dtype decide.
-        dtype: argument that is the dtype to choose for; empty takes that of `main`.
-        layout: argument that holds the format of a packed operand; empty if there is none.
-        varying: trait that is the number of tokens, which a graph may leave open.
-        traits: of arguments by name on a target.
-        cost: of a call.
-        tolerance: of its results against the reference.
-        bench_cases: at the shapes of a model and a number of tokens; the examples of the op if
-            there are none.
-        make_real: arguments with values that a kernel can run on, shaped as the given ones; random
-            floats and zero integers if there is none.
-    """
-
-    family: str
-    mode: str
-    op: OpSpec
-    main: str = "x"
-    dtype: str = ""
-    layout: str = ""
-    varying: str = "num_tokens"
-    traits: Callable[[Arguments, Target], dict[str, int]]
-    cost: CostFunction
-    tolerance: Tolerance = Tolerance()
-    bench_cases: Callable[[Shapes, int, torch.device], Iterable[BenchCase]] | None = None
-    make_real: Callable[[Arguments, torch.device, int], dict[str, Any]] | None = None
-
-    @property
-    def place(self) -> str:
-        """Family and mode as `--kernel` spells them."""
-        return f"{self.family}.{self.mode}"
-
-    @property
-    def has_impl(self) -> bool:
-        """The op is told the candidate's name."""
-        return any(a.name == "impl" for a in self.op.overload._schema.arguments)
-
-    def dtype_of(self, arguments: Arguments) -> torch.dtype:
-        """The dtype that a kernel for a call is chosen for."""
-        found = arguments[self.dtype] if self.dtype else arguments[self.main].dtype
-        assert isinstance(found, torch.dtype)
-        return found
-
-    def bind(self, given: Iterable[Any], named: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A call's arguments by name, defaults filled in."""
-        schema = self.op.overload._schema.arguments
-        bound = dict(zip((a.name for a in schema), given, strict=False)) | dict(named or {})
-        missing = {a.name: a.default_value for a in schema if a.name not in bound}
-        return bound | missing
-
-    def run(self, candidate: Candidate, arguments: Arguments, *, interpreted: bool = False) -> Any:
-        """Calls a candidate of the family; `interpreted` runs Triton's on CPU tensors."""
-        without = {name: value for name, value in arguments.items() if name != "impl"}
-        if interpreted and candidate.interpreted:
-            module, _, name = candidate.interpreted.partition(":")
-            found = importlib.import_module(f"compiled_engine.custom_ops.{module}")
-            return getattr(found, name)(*without.values())
-        if candidate.launch is not None:
-            return candidate.launch(**without)
-        if candidate.priority is Priority.REFERENCE:
-            return self.op.reference(*without.values())
-        if self.has_impl:
-            return self.op.overload(**without, impl=candidate.name)
-        return self.op.overload(**without)
-
-    def real_inputs(
-        self, arguments: Arguments, device: torch.device, context: int = 1024
-    ) -> dict[str, Any]:
-        """Arguments with values, shaped as the given ones, which may be fake.
-
-        `context` is how many tokens of KV each sequence should have, if the cache holds them.
-        """
-        made = inputs.filled(arguments, device)
-        if self.make_real is None:
-            return made
-        return {**made, **self.make_real(arguments, device, context)}
-
-
-def num_bytes(value: Any) -> int:
-    """Bytes of a tensor's values, whatever it is a view of; 0 for what is none."""
-    if not isinstance(value, Tensor):
-        return 0
-    return int(value.numel()) * value.element_size()
 
 
 def traffic(*skipped: str) -> CostFunction:
@@ -209,7 +87,8 @@ def _quantized_traits(arguments: Arguments, target: Target) -> dict[str, int]:
 def _quantized_cost(arguments: Arguments, results: tuple[Any, ...], context: int) -> Cost:
     x, weight = arguments["x"], arguments["weight"]
     moved = traffic()(arguments, results, context).num_bytes
-    return Cost(moved, 2.0 * x.shape[0] * x.shape[1] * weight.shape[0])
+    flops = 2.0 * x.shape[0] * x.shape[1] * weight.shape[0]
+    return Cost(moved, flops, is_8bit=bool(arguments["activation_format"]))
 
 
 def _scaled_traits(arguments: Arguments, target: Target) -> dict[str, int]:
@@ -221,7 +100,7 @@ def _scaled_traits(arguments: Arguments, target: Target) -> dict[str, int]:
 def _scaled_cost(arguments: Arguments, results: tuple[Any, ...], context: int) -> Cost:
     q, weight = arguments["q"], arguments["weight"]
     moved = traffic()(arguments, results, context).num_bytes
-    return Cost(moved, 2.0 * q.shape[0] * q.shape[1] * weight.shape[0])
+    return Cost(moved, 2.0 * q.shape[0] * q.shape[1] * weight.shape[0], is_8bit=True)
 
 
 def _experts_cost(arguments: Arguments, results: tuple[Any, ...], context: int) -> Cost:
@@ -281,7 +160,15 @@ def _simple(
 
 
 _NORM = Tolerance(terms=("weight", 0), roundings=4, why="scaled value and result, on both sides")
+_GATED = Tolerance(roundings=3, why="the gate, and the product on both sides")
+_CODES = Tolerance(why="a value that lies between two codes, on both sides")
 _ROTATED = Tolerance(terms=("cos", 1), roundings=4, why="normed value and result, on both sides")
+_QUANTIZE = tuple(
+    _simple("quantize", op.name, op.name, op.overload._schema.arguments[0].name, traffic(),
+            tolerance=_CODES, dtype="dtype" if op.name == "dequantize" else "")
+    for op in QUANT_OPS
+    if op.name not in ("quantized_linear", "scaled_linear")
+)  # fmt: skip
 FAMILIES: tuple[KernelFamily, ...] = (
     KernelFamily(
         family="attention",
@@ -328,11 +215,19 @@ FAMILIES: tuple[KernelFamily, ...] = (
         "norm", "add_rms_norm", "add_rms_norm", "x", traffic(),
         tolerance=_NORM, bench_cases=inputs.add_norm_cases,
     ),
-    _simple(
-        "activation", "silu_and_mul", "silu_and_mul", "x", traffic(),
-        tolerance=Tolerance(roundings=3, why="the gate, and the product on both sides"),
-        bench_cases=inputs.activation_cases,
+    _simple("norm", "scaled_rms_norm", "scaled_rms_norm", "x", traffic(), tolerance=_NORM),
+    *(
+        _simple(
+            "activation", name, name, "x", traffic(),
+            tolerance=_GATED, bench_cases=partial(inputs.activation_cases, rest=tuple(rest)),
+        )
+        for name, *rest in (
+            ("silu_and_mul",),
+            ("gelu_and_mul", "tanh"),
+            ("swiglu_clamped", 1.702, 7.0),
+        )
     ),
+    *_QUANTIZE,
     _simple("rope_kv", "rope", "rope", "q", traffic(), tolerance=_ROTATED),
     _simple("rope_kv", "qk_norm_rope", "qk_norm_rope", "q", traffic(), tolerance=_ROTATED),
     _simple("rope_kv", "kv_write", "kv_write", "k", kv_write_cost),
@@ -443,6 +338,7 @@ def _triton(
     *,
     tags: tuple[str, ...] = (),
     dtypes: tuple[torch.dtype, ...] = _16_BIT_AND_32,
+    min_arch: int = 80,
 ) -> Candidate:
     return Candidate(
         family=family,
@@ -450,7 +346,7 @@ def _triton(
         name="triton",
         priority=Priority.TUNED,
         device_type="cuda",
-        min_arch=80,
+        min_arch=min_arch,
         dtypes=dtypes,
         tags=(*_SAME, PORTABLE_TAG, *tags),
         interpreted=interpreted,
@@ -482,6 +378,8 @@ CANDIDATES: tuple[Candidate, ...] = (
             ("norm", "rms_norm", "norm_triton:rms_norm"),
             ("norm", "add_rms_norm", "norm_triton:add_rms_norm"),
             ("activation", "silu_and_mul", "activation_triton:silu_and_mul"),
+            ("activation", "gelu_and_mul", "activation_triton:gelu_and_mul"),
+            ("activation", "swiglu_clamped", "activation_triton:swiglu_clamped"),
             ("rope_kv", "rope", "rope_kv_triton:rope"),
             ("rope_kv", "qk_norm_rope", "rope_kv_triton:qk_norm_rope"),
             ("rope_kv", "kv_write", "rope_kv_triton:kv_write"),
@@ -493,6 +391,9 @@ CANDIDATES: tuple[Candidate, ...] = (
         )
         for make in (_triton, lambda family, mode, *_: _torch(family, mode))
     ),
+    _torch("norm", "scaled_rms_norm"),
+    *(_triton("quantize", family.mode, min_arch=MIN_ARCH) for family in _QUANTIZE),
+    *(_torch("quantize", family.mode) for family in _QUANTIZE),
     _cpp("sampling", "threshold", dtypes=(torch.float32,)),
     _torch("sampling", "threshold", dtypes=(torch.float32,)),
 )

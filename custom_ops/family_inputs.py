@@ -267,10 +267,16 @@ def add_norm_cases(shapes: Shapes, num_tokens: int, device: torch.device) -> Ite
     yield BenchCase(f"{num_tokens}x{shapes.hidden}", make)
 
 
-def activation_cases(shapes: Shapes, num_tokens: int, device: torch.device) -> Iterator[BenchCase]:
-    """The gate of the MLP."""
+def activation_cases(
+    shapes: Shapes, num_tokens: int, device: torch.device, *, rest: tuple[Any, ...] = ()
+) -> Iterator[BenchCase]:
+    """The gate of the MLP; `rest` are the gate's own arguments."""
     width = 2 * shapes.inner
-    yield BenchCase(f"{num_tokens}x{width}", lambda: (_random(shapes, device, num_tokens, width),))
+
+    def make() -> tuple[Any, ...]:
+        return _random(shapes, device, num_tokens, width), *rest
+
+    yield BenchCase(f"{num_tokens}x{width}", make)
 
 
 def _rope_arguments(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops import moe_choice, reference_moe
+from compiled_engine.custom_ops import moe, moe_choice, reference_moe
 from compiled_engine.custom_ops.family_inputs import BenchCase, Shapes
 from compiled_engine.custom_ops.registry import Target
 
@@ -67,26 +67,30 @@ def route_cases(shapes: Shapes, num_tokens: int, device: torch.device) -> Iterat
 
 
 def experts_cases(shapes: Shapes, num_tokens: int, device: torch.device) -> Iterator[BenchCase]:
-    """The experts of Qwen3-30B-A3B; of a small model, few of its width."""
+    """The experts of Qwen3-30B-A3B, of a small model few of its width; in every format."""
     small = shapes.hidden < HIDDEN
     sizes = (8, 2, shapes.hidden, shapes.inner) if small else (NUM_EXPERTS, TOP_K, HIDDEN, INNER)
-    make = partial(_experts_arguments, sizes, num_tokens, shapes.dtype, device)
-    yield BenchCase(f"{num_tokens} tokens, {sizes[1]} of {sizes[0]} of {sizes[2]}x{sizes[3]}", make)
+    label = f"{num_tokens} tokens, {sizes[1]} of {sizes[0]} of {sizes[2]}x{sizes[3]}"
+    for format in moe.FORMATS:
+        make = partial(_experts_arguments, sizes, num_tokens, shapes.dtype, device, format)
+        yield BenchCase(f"{label} {format}".rstrip(), make)
 
 
 def _experts_arguments(
-    sizes: tuple[int, int, int, int], num_tokens: int, dtype: torch.dtype, device: torch.device
+    sizes: tuple[int, int, int, int],
+    num_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    format: str,
 ) -> tuple[Any, ...]:
     num_experts, top_k, hidden, inner = sizes
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
-
-    gate_up = normal(num_experts, 2 * inner, hidden) * hidden**-0.5
-    down = normal(num_experts, hidden, inner) * inner**-0.5
-    routes = _routes(num_tokens, num_experts, top_k, device)
-    return (normal(num_tokens, hidden), gate_up, down, None, None, *routes, "silu", 0.0, 0.0,
-            None, None, "")  # fmt: skip
+    generator = torch.Generator(device).manual_seed(num_tokens)
+    weights = moe.random_expert_weights(
+        num_experts, hidden, inner, dtype=dtype, generator=generator, format=format
+    )
+    x = torch.randn(num_tokens, hidden, device=device).to(dtype)
+    routes = moe.Routes(*_routes(num_tokens, num_experts, top_k, device))
+    return (*moe.expert_arguments(x, routes, weights, moe.Activation()), "")
 
 
 def _routes(

@@ -27,7 +27,7 @@ import torch
 
 from compiled_engine.compile.torch_compat import real_tensors
 from compiled_engine.custom_ops import families
-from compiled_engine.custom_ops.families import KernelFamily
+from compiled_engine.custom_ops.kernel_family import KernelFamily, num_bytes
 from compiled_engine.custom_ops.registry import (
     Candidate,
     Measured,
@@ -184,7 +184,7 @@ def measure_candidates(
 ) -> dict[str, float]:
     """Median seconds of each candidate that could be run, on inputs shaped as `arguments`."""
     given = family.real_inputs(arguments, device)
-    size = sum(families.num_bytes(value) for value in given.values())
+    size = sum(num_bytes(value) for value in given.values())
     copies = max(2, min(MAX_COPIES, int(OUT_OF_CACHE_BYTES // max(1, size))))
     if device.type == "cpu":
         copies = 2

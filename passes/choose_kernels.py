@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.fx.node import map_arg
 
-from compiled_engine.custom_ops.families import FAMILIES, KernelFamily
+from compiled_engine.custom_ops.families import FAMILIES
+from compiled_engine.custom_ops.kernel_family import KernelFamily
 from compiled_engine.custom_ops.registry import (
     Choice,
     KernelRegistry,

@@ -123,25 +123,4 @@ def matmul_tflops(num_repeats: int) -> tuple[list[float], list[float], dict[str,
     return bursts, sustained, environment
 
 
-def fp8_matmul_tflops(num_repeats: int) -> list[float]:
-    """Product of two random e4m3 matrices with a scale a row, by the library, in bursts."""
-    import torch
-
-    a, b = (
-        torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").to(torch.float8_e4m3fn)
-        for _ in range(2)
-    )
-    left, right = (
-        torch.ones(shape, device="cuda") for shape in ((MATMUL_SIZE, 1), (1, MATMUL_SIZE))
-    )
-
-    def multiply() -> None:
-        torch._scaled_mm(a, b.T, left, right, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-    for _ in range(3):
-        multiply()
-    taken = event_ms(multiply, num_calls=BURST_CALLS, num_repeats=num_repeats, rest_s=REST_S)
-    return [2 * MATMUL_SIZE**3 / (milliseconds * 1e-3) / 1e12 for milliseconds in taken]
-
-
 __all__ = ["Ceilings", "copy_tb_s", "matmul_tflops", "measure_ceilings", "read_tb_s"]

@@ -19,7 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from perf.ceilings import Ceilings, fp8_matmul_tflops, measure_ceilings
+from compiled_engine.kernels.ceilings import matmul_8bit_flop_s
+from perf.ceilings import Ceilings, measure_ceilings
 from perf.decode import BATCH_SIZES, INPUT_LEN, OUTPUT_LEN, Driver, measure_decode
 from perf.gpu_step import ENGINE, Note, Throttled
 from perf.model_shapes import SHAPES, ModelShape, write_folder
@@ -131,7 +132,7 @@ def _prefill(bench: Bench) -> Iterator[Measured]:
 
 def _share_of_fp8(bench: Bench, rate: Measured) -> Iterator[Measured]:
     """Prompts over linears at the measured rate of fp8 and attention at that of bf16."""
-    rates = fp8_matmul_tflops(bench.num_repeats)
+    rates = [rate / 1e12 for rate in matmul_8bit_flop_s(bench.num_repeats)]
     yield Measured(metric="fp8_matmul_tflops", unit="TFLOP/s", values=rates)
     flops = bench.shape.costs.prefill_flops(PREFILL_LENS)
     linear = bench.shape.costs.linear_flops(PREFILL_LENS)

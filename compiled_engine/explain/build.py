@@ -39,8 +39,8 @@ from compiled_engine.pieces import (
 )
 from compiled_engine.settings import model_config_of
 
-# Read bandwidth and rate of 16-bit products, as measured on devices that may not be here.
-KNOWN_CEILINGS = {90: ("an H200", Ceilings(4.61e12, 795e12))}
+# As measured on devices that may not be here.
+KNOWN_CEILINGS = {90: ("an H200", Ceilings(4.61e12, 795e12, 1500e12))}
 DEFAULT_CONTEXT = 1024
 _SCHEDULER_NOTE = (
     "the scheduler (plan, layout, advance) and the sampler run once a step beside these pieces and "
@@ -305,7 +305,8 @@ def _finished(
     def floored(row: KernelRow) -> KernelRow:
         if ceilings is None:
             return row
-        return replace(row, floor_us=ceilings.floor_s(row.num_bytes, row.num_flops) * 1e6)
+        floor_s = ceilings.floor_s(row.num_bytes, row.num_flops, is_8bit=row.is_8bit)
+        return replace(row, floor_us=floor_s * 1e6)
 
     rows = [floored(row) for row in traced.report.kernels]
     if is_measured:

@@ -17,8 +17,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_engine.compile.inductor_view import Group, is_work
-from compiled_engine.custom_ops.families import family_of, num_bytes
+from compiled_engine.custom_ops.families import family_of
 from compiled_engine.custom_ops.family_inputs import filled
+from compiled_engine.custom_ops.kernel_family import num_bytes
 from compiled_engine.custom_ops.timing import graph_ms
 from compiled_engine.explain.report import KernelRow
 from compiled_engine.explain.trace import (

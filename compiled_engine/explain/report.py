@@ -21,6 +21,7 @@ class KernelRow:
         covers: ops in it that Inductor fused, in order.
         inputs: rows of the same piece that it reads from.
         num_bytes, num_flops: that it must move and compute.
+        is_8bit: those operations are products of 8-bit numbers.
         floor_us: least time of that on the device; None without its ceilings.
         measured_us: median time on the device; None if it was not measured.
     """
@@ -37,6 +38,7 @@ class KernelRow:
     inputs: tuple[int, ...] = ()
     num_bytes: float = 0.0
     num_flops: float = 0.0
+    is_8bit: bool = False
     floor_us: float | None = None
     measured_us: float | None = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from compiled_engine.compile.inductor_view import Group, View, is_work, view_function
-from compiled_engine.custom_ops.families import KernelFamily, family_of, num_bytes
+from compiled_engine.custom_ops.families import family_of
+from compiled_engine.custom_ops.kernel_family import KernelFamily, num_bytes
 from compiled_engine.custom_ops.registry import Choice, KernelRegistry, Target
 from compiled_engine.explain.report import KernelRow, PassRow, PieceReport
 from compiled_engine.passes import PASS_NAMES, PassPipeline
@@ -208,7 +209,7 @@ def _call(
         )
     arguments = bound_values(node, family)
     cost = family.cost(arguments, _results(node), options.context)
-    row = replace(row, place=family.place, num_bytes=cost.num_bytes, num_flops=cost.num_flops)
+    row = replace(row, place=family.place, **asdict(cost))
     if chosen is None:
         return row
     choice = chosen[1]

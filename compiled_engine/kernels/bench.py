@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.families import FAMILIES, Cost, KernelFamily, num_bytes
+from compiled_engine.custom_ops.families import FAMILIES
 from compiled_engine.custom_ops.family_inputs import BenchCase, Shapes
+from compiled_engine.custom_ops.kernel_family import Cost, KernelFamily, num_bytes
 from compiled_engine.custom_ops.registry import Candidate, KernelRegistry, Priority, Target
 from compiled_engine.custom_ops.timing import calls_ms
 from compiled_engine.kernels.ceilings import Ceilings
@@ -150,13 +151,14 @@ def _time_case(
 
 
 def _timing(blank: dict[str, Any], seconds: float, cost: Cost, ceilings: Ceilings) -> Timing:
-    is_moving = cost.num_bytes / ceilings.read >= cost.num_flops / ceilings.matmul
+    rate = ceilings.rate(is_8bit=cost.is_8bit)
+    is_moving = cost.num_bytes / ceilings.read >= cost.num_flops / rate
     return Timing(
         **blank,
         us=seconds * 1e6,
         tb_s=cost.num_bytes / seconds / 1e12,
         tflop_s=cost.num_flops / seconds / 1e12,
-        share=ceilings.floor_s(cost.num_bytes, cost.num_flops) / seconds,
+        share=ceilings.floor_s(cost.num_bytes, cost.num_flops, is_8bit=cost.is_8bit) / seconds,
         bound="bytes" if is_moving else "operations",
     )
 

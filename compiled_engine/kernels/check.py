@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.families import FAMILIES, KernelFamily
+from compiled_engine.custom_ops.families import FAMILIES
 from compiled_engine.custom_ops.family_inputs import Shapes
+from compiled_engine.custom_ops.kernel_family import KernelFamily
 from compiled_engine.custom_ops.registry import (
     DETERMINISTIC_TAG,
     Candidate,

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from compiled_engine.custom_ops import tuning
-from compiled_engine.custom_ops.families import FAMILIES, KernelFamily
+from compiled_engine.custom_ops.families import FAMILIES
+from compiled_engine.custom_ops.kernel_family import KernelFamily
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import Query, Target
 from compiled_engine.custom_ops.tuning import KernelTuner, bucket_key, fastest

@@ -159,7 +159,9 @@ def test_bench_measures_ceilings_and_shares(capsys, monkeypatch):
     assert document["read_tb_s"] > 0
     assert document["matmul_tflop_s"] > 0
     ran = [t for t in document["timings"] if t["us"] is not None]
-    assert {t["place"] for t in ran} == {"norm.rms_norm", "norm.add_rms_norm"}
+    assert {t["place"] for t in ran} == {
+        f"norm.{name}" for name in ("rms_norm", "add_rms_norm", "scaled_rms_norm")
+    }
     for timing in ran:
         moved = timing["tb_s"] * timing["us"]
         floor_us = moved / document["read_tb_s"]
@@ -185,6 +187,21 @@ def test_bench_times_every_family_at_tiny_shapes(monkeypatch):
     assert prompt.tflop_s * 1e9 == pytest.approx(4 * head * 300 * 301 / 2)
 
 
+def test_products_of_8_bit_numbers_are_judged_by_their_own_rate():
+    both, one = Ceilings(1e12, 1e13, 2e13), Ceilings(1e12, 1e13)
+    assert both.floor_s(1e3, 1e6) == one.floor_s(1e3, 1e6) == 1e6 / 1e13
+    assert both.floor_s(1e3, 1e6, is_8bit=True) == 1e6 / 2e13
+    assert one.floor_s(1e3, 1e6, is_8bit=True) == 1e6 / 1e13
+    shapes = dataclasses.replace(check.SMALL["cpu"], dtype=torch.float32)
+    options = bench.Options(shapes=shapes, num_tokens=(2,), only="scaled_linear", num_repeats=1)
+    quick, slow = (
+        next(t for t in bench.bench_kernels(make_registry(), DEVICE, given, options) if t.us)
+        for given in (Ceilings(1e30, 1e6, 2e6), Ceilings(1e30, 1e6))
+    )
+    assert quick.share * quick.us == pytest.approx(slow.share * slow.us / 2)
+    assert quick.bound == "operations"
+
+
 def test_bench_takes_the_shapes_of_a_model(capsys, tmp_path, monkeypatch):
     from tests.helpers.tiny_model import write_tiny_model
 
@@ -194,3 +211,5 @@ def test_bench_takes_the_shapes_of_a_model(capsys, tmp_path, monkeypatch):
     document = run_json(capsys, *arguments, "--device", "cpu")
     assert document["shapes"]["inner"] == 96
     assert {t["case"] for t in document["timings"]} == {"1x192", "32x192"}
+    gates = {"silu_and_mul", "gelu_and_mul", "swiglu_clamped"}
+    assert {t["place"] for t in document["timings"]} == {f"activation.{gate}" for gate in gates}
