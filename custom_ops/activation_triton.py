@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference, reference_moe
+from compiled_engine.custom_ops.library import note_plain_body
 from compiled_engine.custom_ops.triton_common import (
     DTYPES,
     has_pdl,
@@ -115,21 +116,24 @@ def default_config(num_rows: int, size: int) -> Config:
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """As `reference.silu_and_mul`, which also serves what `unsupported_reason` names."""
-    if unsupported_reason(x) is not None:
+    if (reason := unsupported_reason(x)) is not None:
+        note_plain_body("silu_and_mul", reason)
         return reference.silu_and_mul(x)
     return launch(x)
 
 
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """As `reference.gelu_and_mul`, which also serves what `unsupported_reason` names."""
-    if unsupported_reason(x) is not None:
+    if (reason := unsupported_reason(x)) is not None:
+        note_plain_body("gelu_and_mul", reason)
         return reference.gelu_and_mul(x, approximate)
     return launch(x, Activation("gelu_tanh" if approximate == "tanh" else "gelu"))
 
 
 def swiglu_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
     """As `reference_moe.swiglu_clamped`, which also serves what `unsupported_reason` names."""
-    if unsupported_reason(x) is not None:
+    if (reason := unsupported_reason(x)) is not None:
+        note_plain_body("swiglu_clamped", reason)
         return reference_moe.swiglu_clamped(x, alpha, limit)
     return launch(x, Activation("swiglu", alpha, limit))
 

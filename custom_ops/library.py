@@ -2,18 +2,22 @@
 
 An op is a name for a piece of mathematics. Its body is the plain-torch reference; passes match the
 name, and the last step of the pass pipeline expands what no pass took into that same body.
-Importing
-this module registers nothing; the contract files (norm, activation, rope_kv, attention) do.
+Importing this module registers nothing; the contract files (norm, activation, rope_kv, attention)
+do.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.library import Library
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = "ce"
 LIBRARY = Library(NAMESPACE, "DEF")
@@ -59,3 +63,12 @@ def define_op(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return OpSpec(name, overload, reference, functional_reference, is_expandable, example_inputs)
+
+
+@functools.cache
+def note_plain_body(op: str, reason: str) -> None:
+    """Warns, once for each op and reason, that a GPU runs an op's plain body in place of a kernel.
+
+    `reason` is why the kernel cannot serve, such as "the weight is not contiguous".
+    """
+    logger.warning("%s runs as plain PyTorch, slower than its kernel: %s", op, reason)

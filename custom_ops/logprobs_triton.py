@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_engine.custom_ops.library import note_plain_body
 from compiled_engine.custom_ops.sampling import top_logprobs_reference
 from compiled_engine.custom_ops.sampling_device import (
     LOWEST,
@@ -137,7 +138,8 @@ def default_tile(vocab_size: int) -> int:
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, ...]:
     """As `top_logprobs_reference`, which also serves what `unsupported_reason` names."""
-    if unsupported_reason(logits, chosen, k) is not None:
+    if (reason := unsupported_reason(logits, chosen, k)) is not None:
+        note_plain_body("top_logprobs", reason)
         return top_logprobs_reference(logits, chosen, k)
     return launch(logits, chosen, k)
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops.library import note_plain_body
 from compiled_engine.custom_ops.triton_common import (
     DTYPES,
     Rows,
@@ -95,14 +96,16 @@ def default_config(num_rows: int, size: int) -> Config:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `reference.rms_norm`, which also serves what `unsupported_reason` names."""
-    if unsupported_reason(x, weight) is not None:
+    if (reason := unsupported_reason(x, weight)) is not None:
+        note_plain_body("rms_norm", reason)
         return reference.rms_norm(x, weight, eps)
     return launch(x, weight, eps, None)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `reference.add_rms_norm`, which also serves what `unsupported_reason` names."""
-    if unsupported_reason(x, weight, residual) is not None:
+    if (reason := unsupported_reason(x, weight, residual)) is not None:
+        note_plain_body("add_rms_norm", reason)
         return reference.add_rms_norm(x, residual, weight, eps)
     return launch(x, weight, eps, residual)
 

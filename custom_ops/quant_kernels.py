@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_engine.custom_ops import gemm
 from compiled_engine.custom_ops import reference_quant as reference
-from compiled_engine.custom_ops.library import LIBRARY
+from compiled_engine.custom_ops.library import LIBRARY, note_plain_body
 from compiled_engine.custom_ops.quant import QUANT_OPS as QUANT_OPS
 from compiled_engine.custom_ops.quant_choice import (
     CANDIDATES,
@@ -60,7 +60,11 @@ def _quantize(
     """q, scale and sum by the kernel, or None if it cannot."""
     from compiled_engine.custom_ops import quant_triton
 
-    if not _has_kernels(x.device) or quant_triton.unsupported_reason(x, before) is not None:
+    reason = quant_triton.unsupported_reason(x, before)
+    if not _has_kernels(x.device):
+        reason = f"a GPU below sm_{MIN_ARCH}"
+    if reason is not None:
+        note_plain_body(f"quantisation to {activation_format}", reason)
         return None
     return quant_triton.quantize_any(x, before, activation_format, static_scale)
 
@@ -135,7 +139,10 @@ def dequantize_cuda(
     from compiled_engine.custom_ops import quant_dequantize_triton
 
     tensors = [t for t in (q, scale, zero, global_scale) if t is not None]
-    if not _has_kernels(q.device) or not all(t.is_contiguous() for t in tensors):
+    is_dense = all(t.is_contiguous() for t in tensors)
+    if not _has_kernels(q.device) or not is_dense:
+        reason = f"a GPU below sm_{MIN_ARCH}" if is_dense else "a strided tensor"
+        note_plain_body("dequantize", reason)
         return reference.dequantize(q, scale, zero, global_scale, format, size, dtype)
     return quant_dequantize_triton.dequantize(q, scale, zero, global_scale, format, size, dtype)
 

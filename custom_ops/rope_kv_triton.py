@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops.library import note_plain_body
 from compiled_engine.custom_ops.triton_common import (
     DTYPES,
     has_pdl,
@@ -219,7 +220,8 @@ def default_config(num_tokens: int, num_heads: int) -> Config:
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """As `reference.rope`, which also serves what `unsupported_reason` names."""
-    if unsupported_reason((q, k), (cos, sin)) is not None:
+    if (reason := unsupported_reason((q, k), (cos, sin))) is not None:
+        note_plain_body("rope", reason)
         return reference.rope(q, k, cos, sin)
     return launch((q, k, k), (cos, sin))
 
@@ -235,7 +237,8 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """As `reference.qk_norm_rope`, which also serves what `unsupported_reason` names."""
     norm = Norm(q_weight, k_weight, eps)
-    if unsupported_reason((q, k), (cos, sin), norm) is not None:
+    if (reason := unsupported_reason((q, k), (cos, sin), norm)) is not None:
+        note_plain_body("qk_norm_rope", reason)
         return reference.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
     return launch((q, k, k), (cos, sin), norm)
 
@@ -243,7 +246,8 @@ def qk_norm_rope(
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """As `reference.kv_write`, but padding is not written at all; see `unsupported_reason`."""
     cache = Cache(k_cache, v_cache, slot_mapping)
-    if unsupported_reason((k, v), cache=cache) is not None:
+    if (reason := unsupported_reason((k, v), cache=cache)) is not None:
+        note_plain_body("kv_write", reason)
         reference.kv_write(k, v, k_cache, v_cache, slot_mapping)
     else:
         launch((k[:, :0], k, v), None, cache=cache)
@@ -261,7 +265,8 @@ def rope_kv_write(
 ) -> Tensor:
     """As `reference.rope_kv_write`, but padding is not written at all; see `unsupported_reason`."""
     cache = Cache(k_cache, v_cache, slot_mapping)
-    if unsupported_reason((q, k, v), (cos, sin), cache=cache) is not None:
+    if (reason := unsupported_reason((q, k, v), (cos, sin), cache=cache)) is not None:
+        note_plain_body("rope_kv_write", reason)
         return reference.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
     return launch((q, k, v), (cos, sin), cache=cache)[0]
 
@@ -282,7 +287,8 @@ def qk_norm_rope_kv_write(
     """As the reference, but padding is not written at all; see `unsupported_reason`."""
     cache = Cache(k_cache, v_cache, slot_mapping)
     norm = Norm(q_weight, k_weight, eps)
-    if unsupported_reason((q, k, v), (cos, sin), norm, cache) is not None:
+    if (reason := unsupported_reason((q, k, v), (cos, sin), norm, cache)) is not None:
+        note_plain_body("qk_norm_rope_kv_write", reason)
         return reference.qk_norm_rope_kv_write(
             q, k, v, q_weight, k_weight, cos, sin, eps, k_cache, v_cache, slot_mapping
         )

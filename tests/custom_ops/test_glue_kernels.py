@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops.library import note_plain_body
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.tolerances import assert_close
 
@@ -14,6 +15,21 @@ pytest.importorskip("triton")
 
 def test_interpreted_kernels_equal_the_references():
     run_interpreted("tests.helpers.interpreted_glue")
+
+
+def test_plain_bodies_on_a_gpu_are_told_once_with_the_reason(caplog):
+    from compiled_engine.custom_ops import norm_triton
+
+    note_plain_body.cache_clear()
+    x = torch.randn(3, 4)
+    for weight in (torch.randn(8)[::2], torch.randn(4).double(), torch.randn(8)[::2]):
+        got = norm_triton.rms_norm(x, weight, 1e-6)
+        assert torch.equal(got, reference.rms_norm(x, weight, 1e-6))
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert all("rms_norm runs as plain PyTorch" in message for message in messages)
+    assert "the weight is not contiguous" in messages[0]
+    assert "a dtype other than" in messages[1]
 
 
 @pytest.mark.gpu
