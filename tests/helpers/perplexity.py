@@ -11,7 +11,7 @@ import torch
 from compiled_engine.models import CausalLM
 from compiled_engine.tokenizer import Tokenizer
 
-NUM_WINDOWS, WINDOW = 4, 384
+NUM_WINDOWS, WINDOW = 12, 512
 _NUM_CANDIDATES, _MIN_TOKENS = 24, 512
 
 
