@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from perf.decode import BATCH_SIZES, INPUT_LEN, OUTPUT_LEN, Driver, measure_deco
 from perf.gpu_step import ENGINE, Note, Throttled
 from perf.model_shapes import SHAPES, ModelShape, write_folder
 from perf.offline import PREFILL_LENS, measure_agentic, measure_e2e, measure_prefill
-from perf.pass_costs import measure_passes
+from perf.pass_costs import Job, measure_passes, run_in_processes
 from perf.qwen3_8b import Prompts
 from perf.rows import Measured, Outcome, key_of
 from perf.stopping import Stopped, left_out, stop_on_sigterm
@@ -58,6 +58,9 @@ class Bench:
         num_repeats: as in `Options`.
         stack: keeps what is opened.
         note: shows how far a build is.
+
+    Attributes:
+        folder: of the model.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class Bench:
         self.ceilings = ceilings
         self.num_repeats = num_repeats
         self._stack = stack
-        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        write_folder(self._folder, shape.config)
+        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_folder(self.folder, shape.config)
 
     @cached_property
     def llm(self) -> Any:
@@ -93,7 +96,7 @@ class Bench:
 
         start = time.perf_counter()
         progress = Throttled(self._note)
-        llm = LLM(str(self._folder), progress=progress, **options, **self.shape.options)
+        llm = LLM(str(self.folder), progress=progress, **options, **self.shape.options)
         self._note(f"{self.shape.name} built in {time.perf_counter() - start:.1f} s")
         return llm
 
@@ -171,7 +174,13 @@ def _agentic(bench: Bench) -> Iterator[Measured]:
 
 
 def _passes(bench: Bench) -> Iterator[Measured]:
-    yield from measure_passes(bench.build, bench.shape.config["vocab_size"], bench.num_repeats)
+    job = Job(
+        folder=str(bench.folder),
+        options=bench.shape.options,
+        vocab_size=bench.shape.config["vocab_size"],
+        num_repeats=bench.num_repeats,
+    )
+    yield from measure_passes(partial(run_in_processes, job))
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[Measured]]] = {

@@ -3,14 +3,18 @@
 One engine with all passes and one without each of them, all of a few rows and short prompts, so
 that a build takes little: a step's time, its kernels, and the seconds that the build took. Every
 build compiles into a cache of its own: code from a cache tells neither its passes nor its price.
+Engines are built in processes beside one another, and measured in turn.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from perf.decode import Driver, measure_steady
@@ -25,21 +29,56 @@ ENGINE = {
     "max_model_len": 2048,
     "max_num_seqs": BATCH_SIZE,
     "max_total_tokens": 2048 * BATCH_SIZE,
-    "chunked_prefill_size": 256,
+    "chunked_prefill_size": 64,
 }
-# Builds an engine with these options of `LLM`.
-Build = Callable[[dict[str, Any]], AbstractContextManager[Any]]
+# Engines there are at once: their weights must fit the device together.
+NUM_PROCESSES = 4
 
 
-def measure_passes(build: Build, vocab_size: int, num_repeats: int) -> Iterator[Measured]:
-    """Rows of every pass that matches anything: case "NAME on" is the engine with all passes."""
-    with_all, names = _measure(build, (), vocab_size, num_repeats)
-    if not names:
-        raise RuntimeError("no pass ran: the graphs came from a cache, empty it first")
-    for name in names:
-        without, _ = _measure(build, (name,), vocab_size, num_repeats)
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one engine gave.
+
+    Attributes:
+        values: unit and repeats, by metric.
+        matched: passes that matched anything.
+    """
+
+    values: dict[str, tuple[str, list[float]]]
+    matched: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is built.
+
+    Attributes:
+        folder: of the model.
+        options: of `LLM`, besides those of this bench.
+        vocab_size: of the model.
+        num_repeats: of the steps.
+        turn: held while an engine is measured.
+    """
+
+    folder: str
+    options: dict[str, Any]
+    vocab_size: int
+    num_repeats: int
+    turn: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+
+def measure_passes(run: Callable[[Sequence[tuple[str, ...]]], list[Found]]) -> Iterator[Measured]:
+    """Rows of every pass that matches anything: case "NAME on" is the engine with all passes.
+
+    `run` measures an engine for each tuple of passes to leave out.
+    """
+    (with_all,) = run([()])
+    if not with_all.matched:
+        raise RuntimeError("no pass ran: the graphs came from a cache")
+    others = run([(name,) for name in with_all.matched])
+    for name, without in zip(with_all.matched, others, strict=True):
         for state, found in (("on", with_all), ("off", without)):
-            for metric, (unit, values) in found.items():
+            for metric, (unit, values) in found.values.items():
                 yield Measured(
                     metric=metric,
                     unit=unit,
@@ -49,30 +88,38 @@ def measure_passes(build: Build, vocab_size: int, num_repeats: int) -> Iterator[
                 )
 
 
-def _measure(
-    build: Build, disabled: tuple[str, ...], vocab_size: int, num_repeats: int
-) -> tuple[dict[str, tuple[str, list[float]]], list[str]]:
-    """Values by metric, and the passes that matched."""
-    start = time.perf_counter()
+def run_in_processes(job: Job, left_out: Sequence[tuple[str, ...]]) -> list[Found]:
+    """`run_job` for each, a few at a time."""
+    context = multiprocessing.get_context("spawn")
     with (
-        tempfile.TemporaryDirectory() as cache,
-        build({**ENGINE, "disable_passes": disabled, "cache_dir": cache}) as llm,
+        context.Manager() as manager,
+        ProcessPoolExecutor(NUM_PROCESSES, context, max_tasks_per_child=1) as pool,
     ):
-        built_s = time.perf_counter() - start
-        driver = Driver(llm.engine, Prompts(vocab_size=vocab_size))
-        measure_steady(driver, BATCH_SIZE)
-        steps = [measure_steady(driver, BATCH_SIZE).step_s * 1e3 for _ in range(num_repeats)]
-        kernels = len(profiled_steps(driver, BATCH_SIZE)) / NUM_STEPS
-        matches = llm.engine.driver.refresh().num_matches
-    found = {
-        "pass_step_ms": ("ms", steps),
-        "pass_kernels_per_step": ("count", [kernels]),
-        "pass_build_s": ("s", [built_s]),
-    }
-    return found, [name for name, count in matches.items() if count and name in _pass_names()]
+        turn = manager.Lock()
+        shared = Job(**{**vars(job), "turn": turn})
+        return list(pool.map(run_job, [shared] * len(left_out), left_out))
 
 
-def _pass_names() -> tuple[str, ...]:
+def run_job(job: Job, disabled: tuple[str, ...]) -> Found:
+    """Builds and measures an engine without some passes."""
+    from compiled_engine import LLM
     from compiled_engine.passes.pipeline import PASS_NAMES
 
-    return PASS_NAMES
+    start = time.perf_counter()
+    options = {**ENGINE, **job.options, "disable_passes": disabled}
+    with tempfile.TemporaryDirectory() as cache, LLM(job.folder, cache_dir=cache, **options) as llm:
+        built_s = time.perf_counter() - start
+        driver = Driver(llm.engine, Prompts(vocab_size=job.vocab_size))
+        with job.turn:
+            measure_steady(driver, BATCH_SIZE)
+            steps = [measure_steady(driver, BATCH_SIZE).step_s for _ in range(job.num_repeats)]
+            kernels = len(profiled_steps(driver, BATCH_SIZE)) / NUM_STEPS
+        matches = llm.engine.driver.refresh().num_matches
+    return Found(
+        values={
+            "pass_step_ms": ("ms", [step * 1e3 for step in steps]),
+            "pass_kernels_per_step": ("count", [kernels]),
+            "pass_build_s": ("s", [built_s]),
+        },
+        matched=tuple(name for name, count in matches.items() if count and name in PASS_NAMES),
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import compiled_engine
 from compiled_engine.models.moe import SparseMLP
 from perf import decode, gpu_models, model_shapes, pass_costs, qwen3_8b
 from perf.rows import MANY_MODELS, Measured, Row
@@ -98,17 +99,19 @@ def test_each_pass_that_matches_is_switched_off_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     built: list[tuple[str, ...]] = []
+    caches: set[str] = set()
 
     class Built:
         """An engine that matched two passes, and does a step in 4 ms, or 5 without one."""
 
-        def __init__(self, options: dict[str, Any]) -> None:
-            built.append(options["disable_passes"])
+        def __init__(self, _: str, *, disable_passes: tuple[str, ...], **options: Any) -> None:
+            built.append(disable_passes)
+            caches.add(options["cache_dir"])
             matches = {"fuse_linear": 4, "fuse_add_rms_norm": 0, "decode_attention": 1, "expand": 9}
             counters = SimpleNamespace(num_matches=matches)
             self.engine = SimpleNamespace(
                 driver=SimpleNamespace(refresh=lambda: counters),
-                loop=SimpleNamespace(ms=5.0 if options["disable_passes"] else 4.0),
+                loop=SimpleNamespace(ms=5.0 if disable_passes else 4.0),
             )
 
         def __enter__(self) -> Built:
@@ -117,12 +120,17 @@ def test_each_pass_that_matches_is_switched_off_once(
         def __exit__(self, *_: object) -> None:
             pass
 
+    monkeypatch.setattr(compiled_engine, "LLM", Built, raising=False)
     monkeypatch.setattr(
         pass_costs, "measure_steady", lambda d, n: SimpleNamespace(step_s=d.engine.loop.ms / 1e3)
     )
     monkeypatch.setattr(pass_costs, "profiled_steps", lambda *_: [None] * 32)
-    rows = list(pass_costs.measure_passes(Built, 260, 2))
+    job = pass_costs.Job(folder=str(tmp_path), options={}, vocab_size=260, num_repeats=2)
+    rows = list(
+        pass_costs.measure_passes(lambda each: [pass_costs.run_job(job, names) for names in each])
+    )
     assert built == [(), ("fuse_linear",), ("decode_attention",)]
+    assert len(caches) == 3
     steps = {row.case: row.values for row in rows if row.metric == "pass_step_ms"}
     assert steps == {
         f"{name} {state}": [value] * 2
