@@ -10,7 +10,6 @@ from torch import Tensor
 
 from compiled_engine.custom_ops import reference
 from compiled_engine.custom_ops.library import LIBRARY, define_op
-from compiled_engine.custom_ops.reference_moe import swiglu_clamped as swiglu_clamped_reference
 
 
 def _examples(*options: tuple[Any, ...]) -> Callable[..., list[tuple[Any, ...]]]:
@@ -43,10 +42,15 @@ GELU_AND_MUL = define_op(
 )
 SWIGLU_CLAMPED = define_op(
     "swiglu_clamped(Tensor x, float alpha, float limit) -> Tensor",
-    reference=swiglu_clamped_reference,
+    reference=reference.swiglu_clamped,
     fake=_fake_gated,
     example_inputs=_examples((1.702, 7.0), (1.0, 0.5)),
 )
+
+
+def gelu_name(approximate: str) -> str:
+    """The name that `reference.gated_activation` gives to a `gelu_and_mul`."""
+    return next(n for n, given in reference.GELU_APPROXIMATIONS.items() if given == approximate)
 
 
 def _silu_and_mul_cuda(x: Tensor) -> Tensor:
@@ -58,13 +62,13 @@ def _silu_and_mul_cuda(x: Tensor) -> Tensor:
 def _gelu_and_mul_cuda(x: Tensor, approximate: str) -> Tensor:
     from compiled_engine.custom_ops import activation_triton
 
-    return activation_triton.gelu_and_mul(x, approximate)
+    return activation_triton.gated_activation(x, gelu_name(approximate))
 
 
 def _swiglu_clamped_cuda(x: Tensor, alpha: float, limit: float) -> Tensor:
     from compiled_engine.custom_ops import activation_triton
 
-    return activation_triton.swiglu_clamped(x, alpha, limit)
+    return activation_triton.gated_activation(x, "swiglu_clamped", alpha, limit)
 
 
 LIBRARY.impl("silu_and_mul", _silu_and_mul_cuda, "CUDA")

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_engine.custom_ops import reference, reference_moe
+from compiled_engine.custom_ops import reference
 from compiled_engine.custom_ops.library import note_plain_body
 from compiled_engine.custom_ops.triton_common import (
     DTYPES,
@@ -31,7 +31,7 @@ class Config(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """What the kernel computes: "silu", "gelu", "gelu_tanh", or "swiglu" with its two numbers."""
+    """What the kernel computes; see `reference.gated_activation`."""
 
     name: str
     alpha: float = 0.0
@@ -54,6 +54,29 @@ def _activated(gate: tl.tensor, NAME: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def gated(
+    gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, NAME: tl.constexpr
+) -> tl.tensor:
+    """`round(act(gate)) * up` in fp32, rounded as in the reference.
+
+    "swiglu_clamped" is `(up + 1) * gate * sigmoid(alpha gate)`, gate clamped to `limit` and up to
+    both sides of it; each of the three factors is rounded as in the reference.
+    """
+    exact = gate.to(tl.float32)
+    other = up.to(tl.float32)
+    if NAME == "swiglu_clamped":
+        exact = tl.minimum(exact, limit)
+        other = tl.minimum(tl.maximum(other, -limit), limit)
+        scaled = (alpha * exact).to(gate.dtype).to(tl.float32)
+        factor = (1.0 / (1.0 + tl.exp(-scaled))).to(gate.dtype).to(tl.float32)
+        activated = (exact * factor).to(gate.dtype)
+        other = (other + 1.0).to(gate.dtype).to(tl.float32)
+    else:
+        activated = _activated(exact, NAME).to(gate.dtype)
+    return activated.to(tl.float32) * other
+
+
+@triton.jit
 def _gated_kernel(
     x: tl.tensor,
     out: tl.tensor,
@@ -67,10 +90,7 @@ def _gated_kernel(
     NAME: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """`out[r, j] = round(act(x[r, j])) * x[r, SIZE + j]`, in fp32, rounded as in the reference.
-
-    "swiglu" is `(up + 1) * gate * sigmoid(alpha gate)`, gate clamped to `limit` and up to both
-    sides of it; each of the three factors is rounded as in the reference.
+    """`out[r, j]` of gate `x[r, j]` and up `x[r, SIZE + j]`, as `gated` says.
 
     Grid: rows x blocks of `BLOCK` outputs, the blocks of a row next to each other. `out` is packed.
     """
@@ -83,18 +103,7 @@ def _gated_kernel(
     wait_for_previous(PDL)
     gate = tl.load(x + place + column, mask=mask, other=0.0)
     up = tl.load(x + place + SIZE + column, mask=mask, other=0.0)
-    exact = gate.to(tl.float32)
-    other = up.to(tl.float32)
-    if NAME == "swiglu":
-        exact = tl.minimum(exact, limit)
-        other = tl.minimum(tl.maximum(other, -limit), limit)
-        scaled = (alpha * exact).to(gate.dtype).to(tl.float32)
-        factor = (1.0 / (1.0 + tl.exp(-scaled))).to(gate.dtype).to(tl.float32)
-        activated = (exact * factor).to(gate.dtype)
-        other = (other + 1.0).to(gate.dtype).to(tl.float32)
-    else:
-        activated = _activated(exact, NAME).to(gate.dtype)
-    result = activated.to(tl.float32) * other
+    result = gated(gate, up, alpha, limit, NAME)
     tl.store(out + row * SIZE + column, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -116,26 +125,15 @@ def default_config(num_rows: int, size: int) -> Config:
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """As `reference.silu_and_mul`, which also serves what `unsupported_reason` names."""
+    return gated_activation(x, "silu")
+
+
+def gated_activation(x: Tensor, name: str, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """As `reference.gated_activation`, which also serves what `unsupported_reason` names."""
     if (reason := unsupported_reason(x)) is not None:
-        note_plain_body("silu_and_mul", reason)
-        return reference.silu_and_mul(x)
-    return launch(x)
-
-
-def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
-    """As `reference.gelu_and_mul`, which also serves what `unsupported_reason` names."""
-    if (reason := unsupported_reason(x)) is not None:
-        note_plain_body("gelu_and_mul", reason)
-        return reference.gelu_and_mul(x, approximate)
-    return launch(x, Activation("gelu_tanh" if approximate == "tanh" else "gelu"))
-
-
-def swiglu_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """As `reference_moe.swiglu_clamped`, which also serves what `unsupported_reason` names."""
-    if (reason := unsupported_reason(x)) is not None:
-        note_plain_body("swiglu_clamped", reason)
-        return reference_moe.swiglu_clamped(x, alpha, limit)
-    return launch(x, Activation("swiglu", alpha, limit))
+        note_plain_body(f"the gate {name}", reason)
+        return reference.gated_activation(x, name, alpha, limit)
+    return launch(x, Activation(name, alpha, limit))
 
 
 def launch(

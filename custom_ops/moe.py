@@ -18,6 +18,7 @@ from compiled_engine.custom_ops.gemm import linear_cpu
 from compiled_engine.custom_ops.library import LIBRARY, define_op
 from compiled_engine.custom_ops.moe_cuda import experts_cuda, route_cuda
 from compiled_engine.custom_ops.quant_pack import MXFP4_GROUP
+from compiled_engine.custom_ops.reference import gated_activation
 from compiled_engine.custom_ops.reference_quant import BLOCK
 
 FORMATS = ("", "mxfp4", "fp8_block")
@@ -49,7 +50,7 @@ class ExpertWeights(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """What stands between the two products of an expert: see `reference_moe.activate`."""
+    """What stands between the two products of an expert: see `reference.gated_activation`."""
 
     name: str = "silu"
     alpha: float = 0.0
@@ -261,7 +262,7 @@ def experts_cpu(
             )
             y = linear_cpu(y, matrix, None if bias is None else bias[e].contiguous())
             if not is_last:
-                y = reference_moe.activate(y, activation, alpha, limit)
+                y = gated_activation(y, activation, alpha, limit)
         total.index_add_(0, tokens, y.float() * pair_weights[mine].unsqueeze(-1))
     return total.to(x.dtype)
 

@@ -18,7 +18,7 @@ FP8_BLOCK = tl.constexpr(128)  # rows, and columns, that share a scale in "fp8_b
 def activate(
     gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, CLAMPED: tl.constexpr
 ) -> tl.tensor:
-    """What stands between an expert's two products, in fp32; see `reference_moe.activate`."""
+    """What stands between an expert's two products, in fp32; see `reference.gated_activation`."""
     if CLAMPED:
         gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)

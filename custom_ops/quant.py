@@ -152,10 +152,17 @@ def _add_norm_examples(dtype: torch.dtype, device: torch.device, seed: int) -> E
     return [(x, x.flip(0) * 0.5, *rest) for x, *rest in _norm_examples(dtype, device, seed)]
 
 
-def _silu_examples(dtype: torch.dtype, device: torch.device, seed: int) -> Examples:
+def _gated_examples(dtype: torch.dtype, device: torch.device, seed: int) -> Examples:
     random = _Random(dtype, device, seed)
+    activations = (
+        ("silu", 0.0, 0.0),
+        ("gelu", 0.0, 0.0),
+        ("gelu_tanh", 0.0, 0.0),
+        ("swiglu_clamped", 1.702, 0.7),
+    )
     return [
-        (random.normal(m, 2 * k), format, random.static_scale(format))
+        (random.normal(m, 2 * k), *activation, format, random.static_scale(format))
+        for activation in activations
         for format in ACTIVATION_FORMATS
         for m, k in ((3, 200), (1, 64), (0, 48))
     ]
@@ -279,13 +286,14 @@ ADD_RMS_NORM_QUANT = define_op(
     fake=_fake_add_rms_norm_quant,
     example_inputs=_add_norm_examples,
 )
-SILU_AND_MUL_QUANT = define_op(
-    "silu_and_mul_quant(Tensor x, str activation_format, Tensor? static_scale) -> (Tensor, Tensor)",
-    reference=reference.silu_and_mul_quant,
-    fake=lambda x, activation_format, static_scale: _fake_quantized(
+GATED_ACTIVATION_QUANT = define_op(
+    "gated_activation_quant(Tensor x, str activation, float alpha, float limit, "
+    "str activation_format, Tensor? static_scale) -> (Tensor, Tensor)",
+    reference=reference.gated_activation_quant,
+    fake=lambda x, activation, alpha, limit, activation_format, static_scale: _fake_quantized(
         x[:, : x.shape[1] // 2], activation_format
     ),
-    example_inputs=_silu_examples,
+    example_inputs=_gated_examples,
 )
 QUANT_OPS = (
     QUANTIZE_FP8,
@@ -295,7 +303,7 @@ QUANT_OPS = (
     SCALED_LINEAR,
     RMS_NORM_QUANT,
     ADD_RMS_NORM_QUANT,
-    SILU_AND_MUL_QUANT,
+    GATED_ACTIVATION_QUANT,
 )
 
 

@@ -25,12 +25,21 @@ _MIN_GROUP = 32
 
 
 class Before(NamedTuple):
-    """What stands before the quantisation: nothing, a norm, a residual and a norm, or a gate."""
+    """What stands before the quantisation: nothing, a norm, a residual and a norm, or a gate.
+
+    `activation`, "" for no gate, `alpha` and `limit` are those of `reference.gated_activation`.
+    """
 
     norm_weight: Tensor | None = None
     eps: float = 0.0
     residual: Tensor | None = None
-    is_gated: bool = False
+    activation: str = ""
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def size_of(self, x: Tensor) -> int:
+        """Columns that are quantised."""
+        return x.shape[1] // (2 if self.activation else 1)
 
 
 def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:

@@ -111,13 +111,21 @@ def add_rms_norm_quant_cuda(
     return _with_own_scale(found, static_scale)
 
 
-def silu_and_mul_quant_cuda(
-    x: Tensor, activation_format: str, static_scale: Tensor | None
+def gated_activation_quant_cuda(
+    x: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float,
+    activation_format: str,
+    static_scale: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """As `reference_quant.silu_and_mul_quant`."""
-    found = _quantize(x, Before(is_gated=True), activation_format, static_scale)
+    """As `reference_quant.gated_activation_quant`."""
+    before = Before(activation=activation, alpha=alpha, limit=limit)
+    found = _quantize(x, before, activation_format, static_scale)
     if found is None:
-        return reference.silu_and_mul_quant(x, activation_format, static_scale)
+        return reference.gated_activation_quant(
+            x, activation, alpha, limit, activation_format, static_scale
+        )
     return _with_own_scale(found[:2], static_scale)
 
 
@@ -272,7 +280,7 @@ _FUNCTIONS = (
     ("scaled_linear", scaled_linear_cuda),
     ("rms_norm_quant", rms_norm_quant_cuda),
     ("add_rms_norm_quant", add_rms_norm_quant_cuda),
-    ("silu_and_mul_quant", silu_and_mul_quant_cuda),
+    ("gated_activation_quant", gated_activation_quant_cuda),
 )
 assert {op.name for op in QUANT_OPS} == {name for name, _ in _FUNCTIONS}
 for _name, _function in _FUNCTIONS:

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_engine.custom_ops.norm_triton import Config, rms_norm
+from compiled_engine.custom_ops.activation_triton import gated, gated_activation
+from compiled_engine.custom_ops.norm_triton import Config, add_rms_norm, rms_norm
 from compiled_engine.custom_ops.quant_choice import Before
 from compiled_engine.custom_ops.quant_packed import QuantOperands
 from compiled_engine.custom_ops.reference_quant import BLOCK as SCALE_BLOCK
@@ -81,8 +82,9 @@ def _store_quantized(
 def _quantize_kernel(
     x: tl.tensor, residual: tl.tensor, weight: tl.tensor, static_scale: tl.tensor, q: tl.tensor,
     scale: tl.tensor, total: tl.tensor, num_rows: tl.tensor, eps: tl.tensor, x_stride: tl.tensor,
-    residual_stride: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr, GATED: tl.constexpr,
+    residual_stride: tl.tensor, alpha: tl.tensor, limit: tl.tensor, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     HAS_STATIC: tl.constexpr, IN_BLOCKS: tl.constexpr, LARGEST: tl.constexpr,
     LEAST: tl.constexpr, ROUND_FIRST: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -97,11 +99,9 @@ def _quantize_kernel(
     mask = is_column & (row < num_rows)
     row = row.to(tl.int64)
     values = tl.load(x + row * x_stride + column, mask=mask, other=0.0)
-    if GATED:
+    if ACTIVATION != "":
         up = tl.load(x + row * x_stride + SIZE + column, mask=mask, other=0.0)
-        exact = values.to(tl.float32)
-        silu = (exact / (1.0 + tl.exp(-exact))).to(values.dtype)
-        values = (silu.to(tl.float32) * up.to(tl.float32)).to(values.dtype)
+        values = gated(values, up, alpha, limit, ACTIVATION).to(values.dtype)
     if HAS_RESIDUAL:
         added = tl.load(residual + row * residual_stride + column, mask=mask, other=0.0)
         values = (added.to(tl.float32) + values.to(tl.float32)).to(values.dtype)
@@ -124,7 +124,7 @@ def unsupported_reason(x: Tensor, before: Before) -> str | None:
         return "dtypes that differ"
     if any(t.stride(-1) != 1 and t.shape[-1] > 1 for t in (x, *others)):
         return "the last dim is strided"
-    if x.shape[1] // (2 if before.is_gated else 1) > MAX_SIZE:
+    if before.size_of(x) > MAX_SIZE:
         return f"more than {MAX_SIZE} columns"
     return None
 
@@ -143,7 +143,7 @@ def _constants(before: Before, activation_format: str) -> dict[str, Any]:
     return {
         "HAS_RESIDUAL": before.residual is not None,
         "HAS_NORM": before.norm_weight is not None,
-        "GATED": before.is_gated,
+        "ACTIVATION": before.activation,
         "HAS_STATIC": activation_format == "fp8_tensor",
         "IN_BLOCKS": activation_format == "fp8_block",
         "LARGEST": INT8_MAX if activation_format == "int8_token" else FP8_MAX,
@@ -174,7 +174,7 @@ def quantize(
     Returns:
         q [T, k], its scales, and `residual + x` (`x` itself without a residual).
     """
-    num_rows, size = x.shape[0], x.shape[1] // (2 if before.is_gated else 1)
+    num_rows, size = x.shape[0], before.size_of(x)
     dtype = torch.int8 if activation_format == "int8_token" else torch.float8_e4m3fn
     q = x.new_empty((num_rows, size), dtype=dtype)
     columns = -(-size // SCALE_BLOCK) if activation_format == "fp8_block" else 1
@@ -199,6 +199,8 @@ def quantize(
         before.eps,
         x.stride(0),
         0 if before.residual is None else before.residual.stride(0),
+        before.alpha,
+        before.limit,
         SIZE=size,
         BLOCK=triton.next_power_of_2(max(size, SCALE_BLOCK)),
         ROWS=config.rows,
@@ -224,11 +226,8 @@ def quantize_any(
 
 
 def _without_quantizing(x: Tensor, before: Before) -> tuple[Tensor, Tensor]:
-    from compiled_engine.custom_ops.activation_triton import silu_and_mul
-    from compiled_engine.custom_ops.norm_triton import add_rms_norm
-
-    if before.is_gated:
-        return silu_and_mul(x), x
+    if before.activation:
+        return gated_activation(x, before.activation, before.alpha, before.limit), x
     if before.norm_weight is None:
         return x, x
     if before.residual is None:

@@ -65,6 +65,37 @@ def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
+def swiglu_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of [..., 2n] holding gate then up: [..., n].
+
+    The gate is clamped to at most `limit`, up to both sides of it. Source: gpt-oss.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+# Name of the activation -> what torch calls its approximation.
+GELU_APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def gated_activation(x: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
+    """Gate then up [..., 2n] to [..., n].
+
+    Args:
+        x: [..., 2n] any float dtype.
+        activation: "silu", "gelu" (exact), "gelu_tanh" or "swiglu_clamped".
+        alpha: of "swiglu_clamped".
+        limit: of "swiglu_clamped".
+    """
+    if activation == "silu":
+        return silu_and_mul(x)
+    if activation == "swiglu_clamped":
+        return swiglu_clamped(x, alpha, limit)
+    return gelu_and_mul(x, GELU_APPROXIMATIONS[activation])
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, impl: str = "") -> Tensor:
     """`x @ weight.T + bias`: [T, k], [n, k], [n] or None to [T, n]; `impl` names a kernel."""
     return torch.nn.functional.linear(x, weight, bias)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.reference import linear, silu_and_mul
+from compiled_engine.custom_ops.reference import gated_activation, linear
 from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS, dequantize
 
 # Keeps the sum of chosen scores, which may all have underflowed, from being divided by as 0.
@@ -77,22 +77,6 @@ def _in_best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
     return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def swiglu_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """`(up + 1) * gate * sigmoid(alpha * gate)` of [..., 2n] holding gate then up: [..., n].
-
-    The gate is clamped to at most `limit`, up to both sides of it. Source: gpt-oss.
-    """
-    gate, up = x.chunk(2, dim=-1)
-    gate = gate.clamp(max=limit)
-    up = up.clamp(min=-limit, max=limit)
-    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
-
-
-def activate(x: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
-    """Gate and up [..., 2n] to [..., n]; `activation` is "silu" or "swiglu_clamped"."""
-    return silu_and_mul(x) if activation == "silu" else swiglu_clamped(x, alpha, limit)
-
-
 def dequantize_expert(weight: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
     """The matrix [n, m] of one expert in `dtype`.
 
@@ -131,9 +115,9 @@ def experts(
 ) -> Tensor:
     """The weighted sum of each token's experts: a plain loop over all of them.
 
-    Expert e is `linear(activate(linear(x, gate_up[e])), down[e])`. Every token goes through every
-    expert and the weight of those it did not choose is 0, so that nothing depends on the order of
-    pairs.
+    Expert e is `linear(gated_activation(linear(x, gate_up[e])), down[e])`. Every token goes through
+    every expert and the weight of those it did not choose is 0, so that nothing depends on the
+    order of pairs.
 
     Args:
         x: [T, h].
@@ -146,7 +130,7 @@ def experts(
         ids: [T, k] int32, from `route`; a token's experts are distinct.
         order: [T * k] int32, from `route`; read by kernels only.
         offsets: [E + 1] int32, from `route`; read by kernels only.
-        activation: "silu" or "swiglu_clamped", see `swiglu_clamped`.
+        activation: "silu" or "swiglu_clamped", see `reference.gated_activation`.
         alpha: of "swiglu_clamped".
         limit: of "swiglu_clamped".
         gate_up_scale: scales of `gate_up` by expert, None for plain weights.
@@ -164,7 +148,7 @@ def experts(
         w_in = dequantize_expert(gate_up[e], up_scale, format, x.dtype)
         w_out = dequantize_expert(down[e], out_scale, format, x.dtype)
         y = linear(x, w_in, None if gate_up_bias is None else gate_up_bias[e])
-        y = activate(y, activation, alpha, limit)
+        y = gated_activation(y, activation, alpha, limit)
         y = linear(y, w_out, None if down_bias is None else down_bias[e])
         chosen = ids == e  # [T, k]
         weight = torch.where(chosen, weights, 0.0).sum(-1, keepdim=True)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.reference import linear, rms_norm, silu_and_mul
+from compiled_engine.custom_ops.reference import gated_activation, linear, rms_norm, silu_and_mul
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
@@ -290,8 +290,14 @@ def add_rms_norm_quant(
     return *rms_norm_quant(total, weight, eps, activation_format, static_scale), total
 
 
-def silu_and_mul_quant(
-    x: Tensor, activation_format: str, static_scale: Tensor | None
+def gated_activation_quant(
+    x: Tensor,
+    activation: str,
+    alpha: float,
+    limit: float,
+    activation_format: str,
+    static_scale: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """`quantize(silu_and_mul(x), activation_format, static_scale)`, x [T, 2k]."""
-    return quantize(silu_and_mul(x), activation_format, static_scale)
+    """`quantize(gated_activation(x, ...), activation_format, static_scale)`, x [T, 2k]."""
+    activated = gated_activation(x, activation, alpha, limit)
+    return quantize(activated, activation_format, static_scale)

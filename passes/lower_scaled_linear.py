@@ -10,7 +10,7 @@
 Conditions: as `lower_quantized_linear`, which takes all of them in pieces of few tokens. The first
 form needs weights and activations that can be multiplied as they are (`quant.SCALED_PAIRS`); all
 others take the second. Norm, gate and residual stay beside the op: with many rows they are work of
-their own, and the quantiser is fused into them (`fuse_norm_quant`, `fuse_silu_quant`).
+their own, and the quantiser is fused into them (`fuse_norm_quant`, `fuse_activation_quant`).
 Numerics: the op's body is the matched spelling; kernels apply the scales to fp32 sums.
 """
 

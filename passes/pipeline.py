@@ -30,11 +30,11 @@ from compiled_engine.passes import (
     choose_kernels,
     decode_attention,
     flatten_batch,
+    fuse_activation_quant,
     fuse_add_rms_norm,
     fuse_linear,
     fuse_norm_quant,
     fuse_qk_norm_rope_kv,
-    fuse_silu_quant,
     lift_gated_activation,
     lift_rms_norm,
     lift_rope,
@@ -73,7 +73,7 @@ FUSIONS: tuple[ModuleType, ...] = (
     use_library_op,
     fuse_add_rms_norm,
     fuse_norm_quant,
-    fuse_silu_quant,
+    fuse_activation_quant,
     fuse_qk_norm_rope_kv,
 )
 # Passes that look at plain ATen: they run when the ops that nobody took have become that.

@@ -53,8 +53,10 @@ def check_activation() -> None:
     """Odd sizes, three dims, a strided view, extreme gates."""
     for shape, dtype in (((1, 64), BF16), ((3, 2 * 33), FP32), ((2, 3, 32), FP16)):
         x = torch.randn(shape).to(dtype) * 4
-        got = activation_triton.launch(x, config=activation_triton.Config(16, 1))
-        assert_same("silu", got, reference.silu_and_mul(x))
+        for name in ("silu", "gelu", "gelu_tanh", "swiglu_clamped"):
+            kind = activation_triton.Activation(name, 1.702, 2.0)
+            got = activation_triton.launch(x, kind, config=activation_triton.Config(16, 1))
+            assert_same(name, got, reference.gated_activation(x, *kind))
     x = torch.randn(4, 96)[:, :64]
     assert_same("strided", activation_triton.silu_and_mul(x), reference.silu_and_mul(x))
     x = torch.tensor([[-1e4, 1e4, -0.0, 1.0, 1.0, 2.0, 3.0, 4.0]])

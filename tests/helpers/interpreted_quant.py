@@ -26,11 +26,12 @@ from tests.helpers.interpreted import readable_loop_bounds
 from tests.helpers.tolerances import assert_close
 
 FP32, FP16 = torch.float32, torch.float16
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
 FORMATS = ("fp8_token", "fp8_tensor", "fp8_block", "int8_token")
 
 
 def check_quantize() -> None:
-    """Every activation format behind nothing, norm, residual and norm, and gate; odd sizes."""
+    """Every activation format behind nothing, norm, residual and norm, and gates; odd sizes."""
     for num_rows, size, dtype, rows in (
         (1, 64, FP32, 1),
         (5, 33, FP32, 4),
@@ -57,8 +58,12 @@ def check_quantize() -> None:
             )
             assert_quantized(name, added, expected)
             assert_close("total", added[2], total)
-            gated = run(pair, Before(is_gated=True))
-            assert_quantized(name, gated, reference_quant.silu_and_mul_quant(pair, name, static))
+            for activation in ACTIVATIONS:
+                given = run(pair, Before(activation=activation, alpha=1.702, limit=0.7))
+                expected = reference_quant.gated_activation_quant(
+                    pair, activation, 1.702, 0.7, name, static
+                )
+                assert_quantized(f"{name} {activation}", given, expected)
     zeros = quant_triton.quantize(torch.zeros(2, 40), Before(), "fp8_token", None)
     assert not zeros[0].float().any()
     assert (zeros[1] > 0).all()
@@ -69,6 +74,9 @@ def check_quantize() -> None:
     x = torch.randn(3, 40)
     got = quant_triton.quantize_any(x, Before(), "fp8_tensor", None)
     assert_quantized("dynamic", got, reference_quant.quantize(x, "fp8_tensor", None))
+    got = quant_triton.quantize_any(x, Before(activation="gelu"), "fp8_tensor", None)
+    expected = reference_quant.gated_activation_quant(x, "gelu", 0.0, 0.0, "fp8_tensor", None)
+    assert_quantized("dynamic gate", got, expected)
 
 
 def assert_quantized(name: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compiled_engine.custom_ops import dequantize, quantize, rms_norm, silu_and_mul
+from compiled_engine.custom_ops import dequantize, gelu_and_mul, quantize, rms_norm, silu_and_mul
 from compiled_engine.custom_ops.quant import QUANT_OPS
 from compiled_engine.models.quant_linear import QuantLinear
 from compiled_engine.passes import (
+    fuse_activation_quant,
     fuse_norm_quant,
-    fuse_silu_quant,
     lower_quantized_linear,
     lower_scaled_linear,
 )
@@ -28,7 +28,8 @@ from tests.helpers.layer_step import LayerStep, call_layer, run_eagerly
 from tests.helpers.pass_harness import Captured, Harness, calls_of, ce, item, op_counts
 from tests.helpers.quant_case import ONLINE, quantized_layer
 
-KEPT = frozenset({op.name for op in QUANT_OPS} | {"add_rms_norm", "rms_norm", "silu_and_mul"})
+GLUE = {"add_rms_norm", "rms_norm", "silu_and_mul", "gelu_and_mul", "swiglu_clamped"}
+KEPT = frozenset({op.name for op in QUANT_OPS} | GLUE)
 EPS = 1e-5
 T, K, N = 5, 160, 48
 FEW = lower_quantized_linear.NAME
@@ -273,17 +274,35 @@ def test_an_added_norm_takes_its_quantiser_and_keeps_the_sum(activations: str):
     assert (given["eps"], given["activation_format"]) == (EPS, activations)
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS)
-def test_a_gate_takes_its_quantiser(activations: str):
+def clamped(x: Tensor) -> Tensor:
+    return ce.swiglu_clamped.default(x, 1.702, 7.0)
+
+
+GATES = {
+    "silu": (silu_and_mul, ("silu", 0.0, 0.0)),
+    "gelu": (lambda x: gelu_and_mul(x, "none"), ("gelu", 0.0, 0.0)),
+    "gelu_tanh": (lambda x: gelu_and_mul(x, "tanh"), ("gelu_tanh", 0.0, 0.0)),
+    "swiglu_clamped": (clamped, ("swiglu_clamped", 1.702, 7.0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("gate", "activations"),
+    [*(("silu", name) for name in ACTIVATIONS), *((name, "fp8_token") for name in GATES)],
+)
+def test_a_gate_takes_its_quantiser(gate: str, activations: str):
+    act, numbers = GATES[gate]
+
     def function(x: Tensor, scale: Tensor | None) -> Any:
-        return quantize(silu_and_mul(x), activations, scale)
+        return quantize(act(x), activations, scale)
 
     found = run(function, normal(T, 2 * K), static_scale(activations))
-    assert found.matches(fuse_silu_quant.NAME) == 1
-    assert op_counts(found.after) == {"silu_and_mul_quant": 1}
-    (node,) = calls_of(found.after, ce.silu_and_mul_quant.default)
+    assert found.matches(fuse_activation_quant.NAME) == 1
+    assert op_counts(found.after) == {"gated_activation_quant": 1}
+    (node,) = calls_of(found.after, ce.gated_activation_quant.default)
     given = bound(node)
     assert given["x"].meta["val"].shape == (T, 2 * K)
+    assert tuple(given[name] for name in ("activation", "alpha", "limit")) == numbers
     assert given["activation_format"] == activations
     assert (given["static_scale"] is None) == (activations != "fp8_tensor")
 
@@ -298,6 +317,21 @@ def gate_read_again(x: Tensor, weight: Tensor) -> Any:
     return *quantize(gated, "fp8_token", None), gated
 
 
+def clamped_read_again(x: Tensor, weight: Tensor) -> Any:
+    gated = clamped(x)
+    return *quantize(gated, "fp8_token", None), gated
+
+
+def halves_of_a_gate(x: Tensor, weight: Tensor) -> Any:
+    """What is quantised is a part of what the gate makes."""
+    return quantize(gelu_and_mul(x, "tanh")[:, :32], "fp8_token", None)
+
+
+def one_sided(x: Tensor, weight: Tensor) -> Any:
+    """A gate alone is no gated activation."""
+    return quantize(torch.nn.functional.silu(x), "fp8_token", None)
+
+
 def computed_scale(x: Tensor, weight: Tensor) -> Any:
     return quantize(rms_norm(x, weight, EPS), "fp8_tensor", weight[:1].abs() + 0.1)
 
@@ -306,10 +340,16 @@ def promoted(x: Tensor, weight: Tensor) -> Any:
     return quantize(rms_norm(x.bfloat16(), weight, EPS), "fp8_token", None)
 
 
-@pytest.mark.parametrize("function", [read_again, gate_read_again, computed_scale, promoted])
+@pytest.mark.parametrize(
+    "function",
+    [
+        read_again, gate_read_again, clamped_read_again, halves_of_a_gate, one_sided,
+        computed_scale, promoted,
+    ],
+)  # fmt: skip
 def test_quantisers_that_stay(function: Any):
     found = run(function, normal(T, K), normal(K))
-    assert found.matches(fuse_norm_quant.NAME) == found.matches(fuse_silu_quant.NAME) == 0
+    assert found.matches(fuse_norm_quant.NAME) == found.matches(fuse_activation_quant.NAME) == 0
     assert op_counts(found.after)["quantize_fp8"] == 1
 
 
@@ -330,8 +370,10 @@ def test_counts_of_a_layer(tmp_path: Path, family: str, name: str):
     counts = op_counts(many.after)
     if FORMATS[name][1]:
         assert many.matches(fuse_norm_quant.NAME) == 2
-        assert many.matches(fuse_silu_quant.NAME) == 1
-        made_of = ("scaled_linear", "rms_norm_quant", "add_rms_norm_quant", "silu_and_mul_quant")
+        assert many.matches(fuse_activation_quant.NAME) == 1
+        made_of = (
+            "scaled_linear", "rms_norm_quant", "add_rms_norm_quant", "gated_activation_quant",
+        )  # fmt: skip
         assert [counts[op] for op in made_of] == [4, 1, 1, 1]
         # What attention gives is quantised by itself.
         assert counts["quantize_fp8"] + counts["quantize_int8"] == 1
@@ -356,7 +398,7 @@ def test_without_kernels_all_is_expanded_again(tmp_path: Path, name: str):
 
 def test_with_the_passes_off_the_layer_is_the_same(tmp_path: Path):
     step = LayerStep(tmp_path, "llama", quantization="fp8")
-    off = (FEW, MANY, fuse_norm_quant.NAME, fuse_silu_quant.NAME)
+    off = (FEW, MANY, fuse_norm_quant.NAME, fuse_activation_quant.NAME)
     found = Harness(disabled=off, kept_ops=KEPT).run(call_layer, *step.arguments())
     assert op_counts(found.after)["dequantize"] == 8
     expected, _ = run_eagerly(step)
