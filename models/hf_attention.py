@@ -192,12 +192,16 @@ def run_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(module, x, ids, weights)
-    num_experts = module.gate_up_proj.shape[0]
+    routes = routes_of(weights, ids, module.gate_up_proj.shape[0])
+    return experts(x, routes, ExpertWeights(module.gate_up_proj, module.down_proj))
+
+
+def routes_of(weights: Tensor, ids: Tensor, num_experts: int) -> Routes:
+    """What `experts` takes for weights and ids [T, k]; a pass knows this spelling, `lift_route`."""
     sorted_ids, order = ids.flatten().sort(stable=True)
     edges = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
     offsets = torch.searchsorted(sorted_ids, edges, out_int32=True)
-    routes = Routes(weights.float(), ids.int(), order.int(), offsets)
-    return experts(x, routes, ExpertWeights(module.gate_up_proj, module.down_proj))
+    return Routes(weights.float(), ids.int(), order.int(), offsets)
 
 
 def experts_problem(module: Any) -> str:

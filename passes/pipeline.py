@@ -38,6 +38,7 @@ from compiled_engine.passes import (
     lift_gated_activation,
     lift_rms_norm,
     lift_rope,
+    lift_route,
     lower_quantized_linear,
     lower_scaled_linear,
     merge_linears,
@@ -63,6 +64,7 @@ LIFTS: tuple[ModuleType, ...] = (
     lift_rms_norm,
     lift_gated_activation,
     lift_rope,
+    lift_route,
 )
 FUSIONS: tuple[ModuleType, ...] = (
     *LIFTS,

@@ -23,7 +23,8 @@ from compiled_engine.explain.text import amount, microseconds, ranges
 from compiled_engine.kernels.ceilings import Ceilings
 from compiled_engine.pieces import MAX_FEW
 from tests.helpers.browser import Page, running_browser
-from tests.helpers.tiny_model import write_tiny_model
+from tests.helpers.hf_models import write_hf_config
+from tests.helpers.tiny_model import write_tiny_model, write_tiny_tokenizer
 
 H200 = {"device": "cuda", "dtype": "bfloat16"}
 CEILINGS = Ceilings(4e12, 8e14)
@@ -168,6 +169,18 @@ def test_each_kind_of_layer_is_a_piece(tmp_path):
         experts = [row for row in layer.kernels if row.name == "ce.experts"]
         assert len(experts) == 1
         assert experts[0].num_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_mixture_without_a_file_says_what_was_lifted(tmp_path):
+    write_hf_config(tmp_path, "olmoe")
+    write_tiny_tokenizer(tmp_path)
+    layer = piece(explained(tmp_path, 8), "layer")
+    made = {row.name: row.made_by for row in layer.kernels}
+    assert made["ce.route"] == ("lift_route",)
+    assert "ce.experts" in made
+    matches = {p.name: p.matches for p in layer.passes}
+    assert (matches["lift_route"], matches["lift_gated_activation"]) == (1, 0)
 
 
 def test_an_option_reaches_the_choice(folder):

@@ -83,7 +83,10 @@ COUNTS = {
     "stablelm": {
         "lift_rms_norm": 0, "lift_gated_activation": 2, "lift_rope": 0, "merge_linears": 4,
     },
-    "olmoe": {"lift_rms_norm": 9, "lift_gated_activation": 0, "lift_rope": 2, "merge_linears": 2},
+    "olmoe": {
+        "lift_rms_norm": 9, "lift_gated_activation": 0, "lift_rope": 2, "lift_route": 2,
+        "merge_linears": 2,
+    },
     "gemma2": {"lift_rms_norm": 17, "lift_gated_activation": 4, "lift_rope": 4, "merge_linears": 8},
 }  # fmt: skip
 

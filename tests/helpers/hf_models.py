@@ -59,6 +59,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256, "tie_word_embeddings": True},
     ),
     "cohere": ("Cohere", {}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 0,
+            "head_dim": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     # Refused.
     "falcon": ("Falcon", {}),
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
