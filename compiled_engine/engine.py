@@ -52,7 +52,7 @@ from compiled_engine.tokenizer import Tokenizer, has_tokenizer
 logger = logging.getLogger(__name__)
 
 # Ops that `--cudagraph-mode piecewise` keeps out of graphs.
-SPLIT_OPS = ("ce::paged_attention",)
+SPLIT_OPS = ("ce::paged_attention", "ce::paged_attention_quant")
 # Ops that stay in the graph wherever they have a kernel of their own.
 FUSED_OPS = (
     "fused_linear",

@@ -13,6 +13,7 @@ from compiled_engine.custom_ops.activation import (
 from compiled_engine.custom_ops.attention import (
     ATTENTION_WORK,
     PAGED_ATTENTION,
+    PAGED_ATTENTION_QUANT,
     LayerCache,
     PagedContext,
     attention,
@@ -65,6 +66,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     QK_NORM_ROPE_KV_WRITE,
     ATTENTION_WORK,
     PAGED_ATTENTION,
+    PAGED_ATTENTION_QUANT,
     ROUTE,
     EXPERTS,
     SAMPLING_THRESHOLD,

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops import reference, reference_quant
 from compiled_engine.custom_ops.attention_choice import select_attention
 from compiled_engine.custom_ops.attention_work import Heads, num_lanes, work_shape
 from compiled_engine.custom_ops.attention_work_spec import reference_work
 from compiled_engine.custom_ops.library import CPU_DTYPES, LIBRARY, define_op
+
+_E4M3 = torch.float8_e4m3fn
 
 
 class PagedContext(NamedTuple):
@@ -142,6 +144,11 @@ def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple
     return made
 
 
+def _quant_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
+    static_scale = torch.full((1,), 0.01, device=device)
+    return [(*a[:11], static_scale, *a[11:]) for a in _examples(dtype, device, seed)]
+
+
 ATTENTION_WORK = define_op(
     "attention_work(Tensor block_table, Tensor token_rows, Tensor positions, Tensor seq_rows, "
     "Tensor seq_lens, Tensor query_start_loc, int page_size, int num_heads, int num_kv_heads, "
@@ -159,6 +166,16 @@ PAGED_ATTENTION = define_op(
     reference=reference.paged_attention,
     fake=lambda q, *_, **__: torch.empty_like(q, memory_format=torch.contiguous_format),
     example_inputs=_examples,
+    is_expandable=False,
+)
+PAGED_ATTENTION_QUANT = define_op(
+    "paged_attention_quant(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, "
+    "Tensor seq_rows, Tensor seq_lens, Tensor query_start_loc, Tensor token_rows, "
+    "Tensor positions, Tensor work, float scale, Tensor static_scale, int window=0, "
+    'float soft_cap=0.0, Tensor? sinks=None, bool is_decode=False, str impl="") -> Tensor',
+    reference=reference_quant.paged_attention_quant,
+    fake=lambda q, *_, **__: q.new_empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=_E4M3),
+    example_inputs=_quant_examples,
     is_expandable=False,
 )
 
@@ -233,7 +250,14 @@ def paged_attention_cpu(
     return out
 
 
+def _attention_quant_cpu(*arguments: Any, **options: Any) -> Tensor:
+    attended, static_scale = reference_quant.split_attention_quant(arguments)
+    out = paged_attention_cpu(*attended, **options).flatten(1)
+    return reference_quant.quantize_fp8(out, "tensor", static_scale)[0]
+
+
 LIBRARY.impl("paged_attention", paged_attention_cpu, "CPU")
+LIBRARY.impl("paged_attention_quant", _attention_quant_cpu, "CPU")
 
 
 def _work_cuda(*arguments: Any, **options: Any) -> Tensor:
@@ -249,7 +273,16 @@ def _attention_cuda(*arguments: Any, **options: Any) -> Tensor:
 
 
 LIBRARY.impl("attention_work", _work_cuda, "CUDA")
+
+
+def _attention_quant_cuda(*arguments: Any, **options: Any) -> Tensor:
+    from compiled_engine.custom_ops.attention_decode import paged_attention_quant_cuda
+
+    return paged_attention_quant_cuda(*arguments, **options)
+
+
 LIBRARY.impl("paged_attention", _attention_cuda, "CUDA")
+LIBRARY.impl("paged_attention_quant", _attention_quant_cuda, "CUDA")
 
 
 def attention(

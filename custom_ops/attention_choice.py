@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 # of the decode kernel in CUDA C++
 CUDA_HEAD_DIMS = (64, 80, 96, 128)
 MAX_GROUP = 16
-_FP8_ARCH = 89
+FP8_ARCH = 89
 
 
 def _triton_rejects(traits: Traits) -> str | None:
@@ -28,8 +30,8 @@ def _triton_rejects(traits: Traits) -> str | None:
             "needs a KV cache of the dtype of the queries or float8_e4m3fn",
         ),
         (
-            arch >= _FP8_ARCH or not traits["has_fp8_cache"],
-            f"reads float8_e4m3fn from sm_{_FP8_ARCH} on, this is sm_{arch}",
+            arch >= FP8_ARCH or not traits["has_fp8_cache"],
+            f"reads float8_e4m3fn from sm_{FP8_ARCH} on, this is sm_{arch}",
         ),
         (num_rows <= MAX_CANDIDATES, f"serves at most {MAX_CANDIDATES} rows, not {num_rows}"),
     )
@@ -54,7 +56,7 @@ def _cpp_rejects(traits: Traits) -> str | None:
     return None if traits["has_query_cache"] else "needs a KV cache of the dtype of the queries"
 
 
-CANDIDATES = (
+_PAGED = (
     Candidate(
         family="attention",
         mode="paged",
@@ -98,6 +100,15 @@ CANDIDATES = (
 )
 
 
+def _quantized(candidate: Candidate) -> Candidate:
+    """The same for results that are quantised with a static scale."""
+    least = FP8_ARCH if candidate.device_type == "cuda" else candidate.min_arch
+    return replace(candidate, mode="paged_quant", min_arch=least)
+
+
+CANDIDATES = (*_PAGED, *map(_quantized, _PAGED))
+
+
 def attention_traits(
     q: Tensor, k_cache: Tensor, num_rows: int, target: Target | None = None
 ) -> dict[str, int]:
@@ -130,10 +141,10 @@ def select_attention(impl: str, q: Tensor, k_cache: Tensor, num_rows: int) -> st
     """
     target, traits = Target.of(q.device), attention_traits(q, k_cache, num_rows)
     impl = by_tokens(impl, num_rows)
-    reasons = {c.name: c.rejection(target, q.dtype, traits) for c in CANDIDATES}
+    reasons = {c.name: c.rejection(target, q.dtype, traits) for c in _PAGED}
     if impl not in ("", *reasons):
         raise ValueError(f"attention: no implementation {impl}; there are {', '.join(reasons)}")
     if impl and reasons[impl] is not None:
         raise ValueError(f"attention: {impl} {reasons[impl]}")
-    ranked = sorted(CANDIDATES, key=lambda c: -c.priority)
+    ranked = sorted(_PAGED, key=lambda c: -c.priority)
     return impl or next(c.name for c in ranked if reasons[c.name] is None)

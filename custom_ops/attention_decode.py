@@ -8,13 +8,14 @@ comes from `attention_work`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
-from compiled_engine.custom_ops.attention_choice import select_attention
+from compiled_engine.custom_ops.attention_choice import FP8_ARCH, select_attention
 from compiled_engine.custom_ops.attention_decode_cuda import CudaDecode, Options
 from compiled_engine.custom_ops.attention_decode_kernels import (
     DecodeConfig,
@@ -27,7 +28,9 @@ from compiled_engine.custom_ops.attention_work import (
     num_lanes,
     work_shape,
 )
-from compiled_engine.custom_ops.triton_common import has_pdl
+from compiled_engine.custom_ops.reference_quant import split_attention_quant
+from compiled_engine.custom_ops.registry import Target
+from compiled_engine.custom_ops.triton_common import has_pdl, is_interpreted
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ def decode_config(
         value_bytes=k_cache.element_size(),
         early=tuning.is_early,
         pdl=pdl,
+        is_quantized=options.out_scale is not None,
+        round_first=is_interpreted(),
     )
 
 
@@ -147,6 +152,9 @@ class DecodeCall:
     def _sinks(self) -> Tensor:
         return self.sums if self.options.sinks is None else self.options.sinks
 
+    def _out_scale(self) -> Tensor:
+        return self.sums if self.options.out_scale is None else self.options.out_scale
+
     def launch(self, out: Tensor) -> None:
         """Writes the results of all candidates into `out`, and 0 for padding tokens."""
         self.split(out)
@@ -165,6 +173,7 @@ class DecodeCall:
             self.partials,
             self.sums,
             self._sinks(),
+            self._out_scale(),
             float(self.options.scale),
             float(self.options.soft_cap),
             self.options.window,
@@ -187,6 +196,8 @@ class DecodeCall:
             self.sums,
             self._sinks(),
             out,
+            self._out_scale(),
+            self.q,
             self.shape.starts["merges"],
             count,
             self.q.shape[0],
@@ -196,25 +207,35 @@ class DecodeCall:
         )
 
 
-def paged_attention_cuda(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_rows: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    token_rows: Tensor,
-    positions: Tensor,
-    work: Tensor,
-    scale: float,
-    window: int = 0,
-    soft_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    is_decode: bool = False,
-    impl: str = "",
-) -> Tensor:
-    """The GPU's kernels; arguments and result as `reference.paged_attention`.
+class PagedCall(NamedTuple):
+    """Arguments of `paged_attention`, in the order of the op."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_rows: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    token_rows: Tensor
+    positions: Tensor
+    work: Tensor
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+    is_decode: bool = False
+    impl: str = ""
+
+    @property
+    def kernel(self) -> str:
+        """Which implementation serves it."""
+        candidates = self.q.shape[0] if self.is_decode else self.seq_rows.shape[0]
+        return select_attention(self.impl, self.q, self.k_cache, candidates)
+
+
+def paged_attention_cuda(*arguments: Any, **options: Any) -> Tensor:
+    """The GPU's kernels; arguments (`PagedCall`) and result as `reference.paged_attention`.
 
     Every token (`is_decode`), or every sequence with one query token, goes to a decode kernel, in
     CUDA C++ or Triton; longer queries go to the tile kernel. Both are launched always, so that one
@@ -224,31 +245,55 @@ def paged_attention_cuda(
     Raises:
         ValueError: no such implementation, or the one asked for cannot serve the call.
     """
-    step = (block_table, seq_rows, seq_lens, query_start_loc)
-    candidates = q.shape[0] if is_decode else seq_rows.shape[0]
-    name = select_attention(impl, q, k_cache, candidates)
-    if name == "torch":
-        arguments = (q, k_cache, v_cache, *step, token_rows, positions, work, scale)
-        return reference.paged_attention(*arguments, window, soft_cap, sinks)
+    call = PagedCall(*arguments, **options)
+    name = call.kernel
+    return reference.paged_attention(*call) if name == "torch" else _launch(call, name)
+
+
+def paged_attention_quant_cuda(*arguments: Any, **options: Any) -> Tensor:
+    """As `reference_quant.paged_attention_quant`; the scale comes behind the factor of scores.
+
+    The kernels of `paged_attention_cuda` write e4m3 themselves. Where they cannot serve, results
+    are quantised by a kernel of its own.
+
+    Raises:
+        ValueError: as `paged_attention_cuda`.
+    """
+    attended, static_scale = split_attention_quant(arguments)
+    call = PagedCall(*attended, **options)
+    name = call.kernel
+    if name != "torch" and Target.of(call.q.device).arch >= FP8_ARCH:
+        return _launch(call, name, static_scale).flatten(1)
+    out = paged_attention_cuda(*call).flatten(1)
+    return torch.ops.ce.quantize_fp8.default(out, "tensor", static_scale)[0]
+
+
+def _launch(call: PagedCall, name: str, out_scale: Tensor | None = None) -> Tensor:
+    """Runs a kernel; results [T, H, D] in the dtype of q, or in e4m3 with a scale."""
+    q, is_decode = call.q, call.is_decode
     q = q if q.stride(-1) == 1 else q.contiguous()
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dtype = q.dtype if out_scale is None else torch.float8_e4m3fn
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
     if q.shape[0] == 0:
         return out
-    for cache in (k_cache, v_cache):
+    caches = (call.k_cache, call.v_cache)
+    for cache in caches:
         assert cache.is_contiguous(), "the KV cache must be contiguous"
-    heads = Heads(q.shape[1], k_cache.shape[2])
-    lanes, counts = num_lanes(q.device, heads.num_kv_heads), (q.shape[0], seq_rows.shape[0])
+    heads = Heads(q.shape[1], call.k_cache.shape[2])
+    lanes, counts = num_lanes(q.device, heads.num_kv_heads), (q.shape[0], call.seq_rows.shape[0])
     shape = work_shape(lanes, heads, *counts, is_decode=is_decode)
-    regions = shape.split(work)  # also: the work list is of this step's sizes
-    options = Options(scale, window, soft_cap, sinks)
-    call = (q, (k_cache, v_cache), block_table, positions, work, shape, options)
+    regions = shape.split(call.work)  # also: the work list is of this step's sizes
+    options = Options(call.scale, call.window, call.soft_cap, call.sinks, out_scale)
+    given = (q, caches, call.block_table, call.positions, call.work, shape, options)
     if name == "cuda":
-        CudaDecode(*call).launch(out)
+        CudaDecode(*given).launch(out)
     else:
-        DecodeCall(*call).launch(out)
+        DecodeCall(*given).launch(out)
     if not is_decode:
-        from compiled_engine.custom_ops.attention_tiles import prefill_attention
+        from compiled_engine.custom_ops.attention_tiles import TileWork, prefill_attention
 
+        step = (call.block_table, call.seq_rows, call.seq_lens, call.query_start_loc)
         tiles = (regions["tile_seq"], regions["tile_start"], regions["header"][3:4], out)
-        prefill_attention(q, k_cache, v_cache, *step, *tiles, scale, window, soft_cap, sinks)
+        scores = (call.scale, call.window, call.soft_cap, call.sinks, out_scale)
+        prefill_attention(TileWork(q, *caches, *step, *tiles, *scores))  # type: ignore[arg-type]
     return out

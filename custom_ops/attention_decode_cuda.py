@@ -59,6 +59,7 @@ class DecodeArgs(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "block_table", "work")),
         *((name, ctypes.c_void_p) for name in ("positions", "out", "partials", "sinks")),
+        ("out_scale", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("table_stride", "q_token", "q_head")),
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_kv_heads")),
         *((name, ctypes.c_int32) for name in ("page_shift", "width", "kv_tile", "group_tile")),
@@ -89,12 +90,13 @@ class CudaTuning:
 
 @dataclass(frozen=True)
 class Options:
-    """How scores are made."""
+    """How scores are made, and the one scale (fp32 [1]) of results in e4m3."""
 
     scale: float
     window: int = 0
     soft_cap: float = 0.0
     sinks: Tensor | None = None
+    out_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Variant:
     has_groups: bool
     has_cap: bool
     is_half: bool
+    is_quantized: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -120,6 +123,7 @@ class Variant:
             f"-DHAS_GROUPS={int(self.has_groups)}",
             f"-DHAS_CAP={int(self.has_cap)}",
             f"-DHALF={int(self.is_half)}",
+            f"-DQUANTIZED={int(self.is_quantized)}",
         )
 
     @property
@@ -232,6 +236,7 @@ class CudaDecode:
             has_groups=shape.max_group_units > 0,
             has_cap=self.options.soft_cap > 0,
             is_half=self.q.dtype == torch.float16,
+            is_quantized=self.options.out_scale is not None,
         )
 
     def arguments(self, out: Tensor) -> DecodeArgs:
@@ -249,6 +254,7 @@ class CudaDecode:
             out=out.data_ptr(),
             partials=self.partials.data_ptr(),
             sinks=None if self.sinks is None else self.sinks.data_ptr(),
+            out_scale=None if options.out_scale is None else options.out_scale.data_ptr(),
             table_stride=self.block_table.stride(0),
             q_token=self.q.stride(0),
             q_head=self.q.stride(1),

@@ -31,7 +31,11 @@ from compiled_engine.custom_ops.attention_work import (
     Merge,
     Unit,
 )
-from compiled_engine.custom_ops.triton_common import let_next_start, wait_for_previous
+from compiled_engine.custom_ops.triton_common import (
+    let_next_start,
+    scaled_to_e4m3,
+    wait_for_previous,
+)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 # How the work list and the block table are read before the wait: not from a cache that may still
@@ -58,6 +62,8 @@ class DecodeConfig:
         prefetch: KV positions asked for in L2 before the wait, a multiple of `block`.
         merge_block: partial results combined at a time.
         early: lets the next kernel's programs be placed before this one has waited.
+        is_quantized: results are e4m3, with the scale that the kernels are given.
+        round_first: as the interpreter needs.
     """
 
     num_heads: int
@@ -83,6 +89,8 @@ class DecodeConfig:
     value_bytes: int
     early: bool
     pdl: bool
+    is_quantized: bool = False
+    round_first: bool = False
     kv_tile: int = KV_TILE
     group_tile: int = GROUP_TILE
     lane_fields: int = LANE_FIELDS
@@ -260,6 +268,16 @@ def _attend(
 
 
 @triton.jit
+def _as_result(
+    values: tl.tensor, out: tl.tensor, out_scale: tl.tensor, DTYPE: tl.constexpr, C: tl.constexpr
+) -> tl.tensor:
+    """fp32 results as `out` holds them."""
+    if C.is_quantized:
+        values = scaled_to_e4m3(values, out_scale, DTYPE, C.round_first)
+    return values.to(out.dtype.element_ty)
+
+
+@triton.jit
 def _attend_token(
     unit: tl.tuple,
     span: tl.tuple,
@@ -274,7 +292,7 @@ def _attend_token(
 ) -> None:
     """One token's part in a lane: its result, or a partial one."""
     q, stride_t, stride_h = query
-    out, partials, sums, sinks = results
+    out, partials, sums, sinks, out_scale = results
     _, _, _, kv_end, _, token, _, partial = unit
     part = tl.arange(0, C.rows)
     value = tl.arange(0, C.padded_dim)
@@ -291,7 +309,8 @@ def _attend_token(
             sink = tl.load(sinks + head, mask=part < C.group, other=0.0).to(tl.float32)
             acc = acc / (1.0 + tl.exp2(sink * _LOG2E - sum_log))[:, None]
         target = out + (token.to(tl.int64) * C.num_heads + head)[:, None] * C.head_dim
-        tl.store(target + value[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        result = _as_result(acc, out, out_scale, q.dtype.element_ty, C)
+        tl.store(target + value[None, :], result, mask=mask)
     else:
         place = (partial + lane).to(tl.int64) * C.num_heads + head
         tl.store(partials + place[:, None] * C.head_dim + value[None, :], acc, mask=mask)
@@ -315,7 +334,7 @@ def _attend_group(
     """A shared prefix's part in a lane: a partial result of every member."""
     q, stride_t, stride_h = query
     members, positions = tokens
-    _, partials, sums, _ = results
+    _, partials, sums, _, _ = results
     _, _, _, _, _, first_member, num_members, partial = unit
     part = tl.arange(0, C.group_rows)
     value = tl.arange(0, C.padded_dim)
@@ -349,6 +368,7 @@ def split_kernel(
     partials: tl.tensor,
     sums: tl.tensor,
     sinks: tl.tensor,
+    out_scale: tl.tensor,
     scale: tl.tensor,
     soft_cap: tl.tensor,
     window: tl.tensor,
@@ -376,7 +396,7 @@ def split_kernel(
     query = (q, stride_t, stride_h)
     caches = (k_cache, v_cache, block_table, table_stride)
     factors = (scale, soft_cap)
-    results = (out, partials, sums, sinks)
+    results = (out, partials, sums, sinks, out_scale)
     while tile < stop:
         span = (begin, end, kv_head, unit[4])
         if C.has_groups:
@@ -439,12 +459,14 @@ def merge_kernel(
     sums: tl.tensor,
     sinks: tl.tensor,
     out: tl.tensor,
+    out_scale: tl.tensor,
+    q: tl.tensor,
     merges_start: tl.tensor,
     num_candidates: tl.tensor,
     num_tokens: tl.tensor,
     C: tl.constexpr,
 ) -> None:
-    """Grid: candidates times heads. See the module docstring."""
+    """Grid: candidates times heads; of `q` only the dtype is read. See the module docstring."""
     let_next_start(C.pdl and C.early)
     head = tl.program_id(0) % C.num_heads
     candidate = tl.program_id(0) // C.num_heads
@@ -464,7 +486,8 @@ def merge_kernel(
     if token >= 0:
         record = (own_row, own_count, group_row, group_count)
         merged = _merge(record, head, partials, sums, sinks, C)
-        tl.store(target + token.to(tl.int64) * step, merged.to(out.dtype.element_ty), mask=mask)
-    zero = tl.zeros_like(value).to(out.dtype.element_ty)
+        result = _as_result(merged, out, out_scale, q.dtype.element_ty, C)
+        tl.store(target + token.to(tl.int64) * step, result, mask=mask)
+    zero = tl.zeros_like(value).to(tl.float32).to(out.dtype.element_ty)
     for padding in range(num_real + candidate, num_tokens, num_candidates):
         tl.store(target + padding * step, zero, mask=mask)

@@ -48,7 +48,25 @@ def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
 class TileWork(NamedTuple):
     """One call's arguments, as the kernels' launchers take them.
 
-    Shapes: T tokens, S sequences, H query heads, D head dim; see `prefill_attention`.
+    Attributes:
+        q: [T, H, D] bf16 or fp16; may be a view with a row stride.
+        k_cache: [num_pages, page_size, H_kv, D] in q's dtype or float8_e4m3fn; the keys of this
+            step are in it already.
+        v_cache: like `k_cache`.
+        block_table: [rows, P] int32, page ids.
+        seq_rows: [S] int32, row of each sequence in the block table.
+        seq_lens: [S] int32, tokens with KV after this step.
+        query_start_loc: [S + 1] int32, prefix sum of this step's tokens.
+        tile_seq: [N] int32, sequence of each tile; heaviest first gives the best balance.
+        tile_start: [N] int32, first token of each tile (in 0..T); the tile ends after
+            `tile_tokens(...)` tokens or with its sequence.
+        num_tiles: [1] int32, how many of the N tiles exist.
+        out: [T, H, D]; tokens of no tile keep what they hold.
+        scale: factor of the scores.
+        window: keys a token sees at most, its own included; 0 for all.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 for none.
+        sinks: [H], a logit of each head that takes weight and has no value; or None.
+        out_scale: fp32 [1], the scale of results, which are e4m3 then; or None.
     """
 
     q: Tensor
@@ -66,6 +84,7 @@ class TileWork(NamedTuple):
     window: int
     soft_cap: float
     sinks: Tensor | None
+    out_scale: Tensor | None = None
 
     @property
     def folded(self) -> int:
@@ -130,55 +149,16 @@ def _check(work: TileWork) -> None:
         assert indices.dtype == torch.int32, f"indices are {indices.dtype}, not int32"
 
 
-def prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_rows: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    tile_seq: Tensor,
-    tile_start: Tensor,
-    num_tiles: Tensor,
-    out: Tensor,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: Tensor | None,
-) -> None:
-    """Attention of the tiles' tokens over the paged cache, written into `out`.
+def prefill_attention(work: TileWork) -> None:
+    """Attention of the tiles' tokens over the paged cache, written into `work.out`.
 
     Token `query_start_loc[s] + j` of sequence s has position `seq_lens[s] - n + j`, n its tokens in
     this step, and sees the keys up to its own.
-
-    Args:
-        q: [T, H, D] bf16 or fp16; may be a view with a row stride.
-        k_cache: [num_pages, page_size, H_kv, D] in q's dtype or float8_e4m3fn; the keys of this
-            step are in it already.
-        v_cache: like `k_cache`.
-        block_table: [rows, P] int32, page ids.
-        seq_rows: [S] int32, row of each sequence in the block table.
-        seq_lens: [S] int32, tokens with KV after this step.
-        query_start_loc: [S + 1] int32, prefix sum of this step's tokens.
-        tile_seq: [N] int32, sequence of each tile; heaviest first gives the best balance.
-        tile_start: [N] int32, first token of each tile (in 0..T); the tile ends after
-            `tile_tokens(...)` tokens or with its sequence.
-        num_tiles: [1] int32, how many of the N tiles exist.
-        out: [T, H, D]; tokens of no tile keep what they hold.
-        scale: factor of the scores.
-        window: keys a token sees at most, its own included; 0 for all.
-        soft_cap: scores become `soft_cap * tanh(score / soft_cap)`; 0 for none.
-        sinks: [H], a logit of each head that takes weight and has no value; or None.
     """
-    work = TileWork(
-        q, k_cache, v_cache, block_table, seq_rows, seq_lens, query_start_loc,
-        tile_seq, tile_start, num_tiles, out, scale, window, soft_cap, sinks,
-    )  # fmt: skip
-    if tile_seq.shape[0] == 0 or q.shape[0] == 0:
+    if work.tile_seq.shape[0] == 0 or work.q.shape[0] == 0:
         return
     _check(work)
-    if hopper_rejects(q, k_cache, v_cache) is None:
+    if hopper_rejects(work.q, work.k_cache, work.v_cache) is None:
         from compiled_engine.custom_ops.attention_tiles_hopper import launch_hopper
 
         launch_hopper(work)

@@ -280,10 +280,7 @@ def _attend(
     side: gl.constexpr,
     buffers: gl.tensor,
     bars: gl.tensor,
-    out: gl.tensor,
-    sinks: gl.tensor,
-    scratch: gl.tensor,
-    strides: gl.tensor,
+    results: gl.tensor,
     window: gl.tensor,
     factors: gl.tensor,
     flat: gl.constexpr,
@@ -291,6 +288,7 @@ def _attend(
 ) -> None:
     """One of the two consumers."""
     q_smem, k_smem, v_smem, item = buffers
+    out, out_scale, sinks, scratch, strides = results
     q = q_smem._reinterpret(q_smem.dtype, [C.query_stages * 2, ROWS // 2, C.head_dim], flat)
     k = k_smem._reinterpret(q_smem.dtype, [C.stages, C.block, C.head_dim], flat)
     v = v_smem._reinterpret(q_smem.dtype, [C.stages, C.block, C.head_dim], flat)
@@ -327,10 +325,11 @@ def _attend(
             total = add_sinks(total, m, sinks + head, factors[0], C)
             o_layout: gl.constexpr = acc.type.layout
             acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
-            store(out, acc, place, strides, q_smem.dtype, C)
+            store((out, out_scale, strides), acc, place, q_smem.dtype, C)
         else:
             if leave_part(acc, m, total, scratch, share, place, C):
-                add_parts(scratch, share, out, sinks, place, strides, factors[0], q_smem.dtype, C)
+                target = (out, out_scale, strides)
+                add_parts(scratch, share, target, sinks, place, factors[0], q_smem.dtype, C)
         num_items += 1
         next_slot = num_items % ITEM_SLOTS
         mbarrier.wait(bars[ITEM_FULL].index(next_slot), num_items // ITEM_SLOTS & 1)
@@ -351,6 +350,7 @@ def tiles_kernel(
     scratch: gl.tensor,
     out: gl.tensor,
     sinks: gl.tensor,
+    out_scale: gl.tensor,
     table_stride: gl.tensor,
     row_past_end: gl.tensor,
     stride_t: gl.tensor,
@@ -396,10 +396,11 @@ def tiles_kernel(
     descs = (q_desc, k_desc, v_desc)
     paging = (table, table_stride, row_past_end)
     work = (num_tiles, scratch, ends)
+    results = (out, out_scale, sinks, scratch, strides)
     gl.warp_specialize(
         [
-            (_attend, (0, buffers, bars, out, sinks, scratch, strides, window, factors, flat, C)),
-            (_attend, (1, buffers, bars, out, sinks, scratch, strides, window, factors, flat, C)),
+            (_attend, (0, buffers, bars, results, window, factors, flat, C)),
+            (_attend, (1, buffers, bars, results, window, factors, flat, C)),
             (load_items, (descs, buffers, bars, lists, paging, work, window, C)),
         ],
         [4, 1],
@@ -423,6 +424,7 @@ def config_of(work: TileWork) -> TileConfig:
         has_window=work.window > 0,
         has_cap=work.soft_cap > 0,
         has_sinks=work.sinks is not None,
+        is_quantized=work.out_scale is not None,
     )
 
 
@@ -467,6 +469,7 @@ def launch_hopper(work: TileWork, config: TileConfig | None = None) -> None:
         _scratch(work, programs),
         work.out,
         q if work.sinks is None else work.sinks,
+        q if work.out_scale is None else work.out_scale,
         work.block_table.stride(0),
         cache.shape[0] * cache.shape[1],
         work.out.stride(0),

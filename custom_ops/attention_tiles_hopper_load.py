@@ -65,7 +65,7 @@ class TileConfig:
         stages: blocks of keys, and as many of values, that shared memory holds.
         query_stages: tiles of queries that shared memory holds.
         chunk: tiles that are finished for one set of heads before the next set.
-        has_window, has_cap, has_sinks: whether these arguments mean anything.
+        has_window, has_cap, has_sinks, is_quantized: whether these arguments mean anything.
         takes_turns: the two consumers issue their products in turn.
     """
 
@@ -82,6 +82,7 @@ class TileConfig:
     has_cap: bool = False
     has_sinks: bool = False
     takes_turns: bool = False
+    is_quantized: bool = False
 
 
 @gluon.jit

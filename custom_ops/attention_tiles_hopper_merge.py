@@ -56,14 +56,14 @@ def add_sinks(
 
 @gluon.jit
 def store(
-    out: gl.tensor,
+    target: gl.tensor,
     acc: gl.tensor,
     place: gl.tensor,
-    strides: gl.tensor,
     dtype: gl.constexpr,
     C: gl.constexpr,
 ) -> None:
-    """Writes a consumer's rows, from the column on at which `out` begins."""
+    """Writes a consumer's rows to `target`: from which column on, scale of e4m3, strides."""
+    out, out_scale, strides = target
     side, token, num_tokens, head = place
     layout: gl.constexpr = acc.type.layout
     row = _unknown(gl.arange(0, HALF, layout=gl.SliceLayout(1, layout)))
@@ -71,7 +71,11 @@ def store(
     at = out + (token + mine).to(gl.int64) * strides[0] + (head + row % C.folded) * strides[1]
     column = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
     inside = (mine < num_tokens)[:, None] & (column >= 0)[None, :]
-    gl.store(at[:, None] + column[None, :], acc.to(dtype), mask=inside)
+    result = acc.to(dtype)
+    if C.is_quantized:
+        scaled = result.to(gl.float32) * (1.0 / gl.load(out_scale))
+        result = gl.minimum(gl.maximum(scaled, -448.0), 448.0).to(gl.float8e4nv)
+    gl.store(at[:, None] + column[None, :], result, mask=inside)
 
 
 @gluon.jit
@@ -130,10 +134,9 @@ def _add_part(sums: gl.tensor, part: gl.tensor, factor: gl.tensor) -> gl.tensor:
 def add_parts(
     scratch: gl.tensor,
     share: gl.tensor,
-    out: gl.tensor,
+    target: gl.tensor,
     sinks: gl.tensor,
     place: gl.tensor,
-    strides: gl.tensor,
     factor: gl.tensor,
     dtype: gl.constexpr,
     C: gl.constexpr,
@@ -143,6 +146,7 @@ def add_parts(
     Rows of no token add up what others left there; they are not written.
     """
     side, _, _, head = place
+    out, out_scale, strides = target
     first, _, parts = unpack_share(share)
     SIZE: gl.constexpr = HALF * (C.head_dim + 2)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -169,4 +173,4 @@ def add_parts(
                 acc, m, total = _add_part((acc, m, total), loaded[j], factor)
         total = add_sinks(total, m, sinks + head, factor, C)
         acc = acc * (1.0 / total)[:, None]
-        store(out + begin, acc, place, strides, dtype, C)
+        store((out + begin, out_scale, strides), acc, place, dtype, C)

@@ -19,6 +19,7 @@ from compiled_engine.custom_ops.attention_tiles import (
     TileWork,
     num_programs,
 )
+from compiled_engine.custom_ops.triton_common import is_interpreted, scaled_to_e4m3
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(float("-inf"))
@@ -103,6 +104,7 @@ def tiles_kernel(
     num_tiles: tl.tensor,
     out: tl.tensor,
     sinks: tl.tensor,
+    out_scale: tl.tensor,
     table_stride: tl.tensor,
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
@@ -127,6 +129,8 @@ def tiles_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
 ) -> None:
     """All tiles; see the module docstring."""
     row = tl.arange(0, ROWS)
@@ -170,8 +174,11 @@ def tiles_kernel(
             sink = tl.load(sinks + head).to(tl.float32)
             total += tl.exp2(sink * LOG2E - tl.where(m == NEGATIVE, 0.0, m) * log_scale)
         at = (token + mine).to(tl.int64) * stride_t + head * stride_h
-        value = (acc / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + at[:, None] + column[None, :], value, mask=inside)
+        value = acc / total[:, None]
+        if QUANTIZED:
+            value = scaled_to_e4m3(value, out_scale, q.dtype.element_ty, ROUND_FIRST)
+        target = out + at[:, None] + column[None, :]
+        tl.store(target, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -213,6 +220,7 @@ def launch_portable(work: TileWork) -> None:
         work.num_tiles,
         work.out,
         work.q if work.sinks is None else work.sinks,
+        work.q if work.out_scale is None else work.out_scale,
         work.block_table.stride(0),
         work.q.stride(0),
         work.q.stride(1),
@@ -237,6 +245,8 @@ def launch_portable(work: TileWork) -> None:
         HAS_WINDOW=work.window > 0,
         HAS_CAP=work.soft_cap > 0,
         HAS_SINKS=work.sinks is not None,
+        QUANTIZED=work.out_scale is not None,
+        ROUND_FIRST=is_interpreted(),
         num_warps=8,
         num_stages=2,
     )

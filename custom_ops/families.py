@@ -79,6 +79,12 @@ def attention_cost(arguments: Arguments, results: tuple[Any, ...], context: int)
     return Cost(moved, 4.0 * pairs * num_heads * head_dim)
 
 
+def _attention_quant_cost(arguments: Arguments, results: tuple[Any, ...], context: int) -> Cost:
+    q = arguments["q"]
+    plain = attention_cost(arguments, results, context)
+    return Cost(plain.num_bytes - num_bytes(q) + q.numel(), plain.num_flops)
+
+
 def _quantized_traits(arguments: Arguments, target: Target) -> dict[str, int]:
     operands = QuantOperands(*(arguments[name] for name in QuantOperands._fields))
     return quantized_linear_traits(operands)
@@ -182,6 +188,17 @@ FAMILIES: tuple[KernelFamily, ...] = (
             roundings=3, terms=("q", 2), why="probabilities, and the result on both sides"
         ),
         bench_cases=inputs.attention_cases,
+        make_real=inputs.attention_step,
+    ),
+    KernelFamily(
+        family="attention",
+        mode="paged_quant",
+        op=_spec("paged_attention_quant"),
+        main="q",
+        varying="num_rows",
+        traits=_attention_traits,
+        cost=_attention_quant_cost,
+        tolerance=Tolerance(roundings=4, why="the result in 8 bits, on both sides"),
         make_real=inputs.attention_step,
     ),
     _simple("attention", "work", "attention_work", "token_rows", traffic("block_table")),

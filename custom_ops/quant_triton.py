@@ -23,6 +23,7 @@ from compiled_engine.custom_ops.triton_common import (
     has_pdl,
     is_interpreted,
     let_next_start,
+    rounded_to_e4m3,
     wait_for_previous,
 )
 
@@ -30,16 +31,6 @@ MAX_SIZE = 32768
 # Values of a program, and of a warp.
 TILE = 4096
 WARP_VALUES = 512
-
-
-@triton.jit
-def _rounded_to_e4m3(values: tl.tensor) -> tl.tensor:
-    """The nearest values of e4m3, in fp32: the interpreter's own cast forgets a carry."""
-    bits = values.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    rounded = bits.to(tl.float32, bitcast=True)
-    small = (values + 24576.0) - 24576.0  # multiples of 2^-9
-    return tl.where(tl.abs(values) < 0.015625, small, rounded)
 
 
 @triton.jit
@@ -74,7 +65,7 @@ def _store_quantized(
         # to the nearest, ties to even: what is added has no bits below 1
         scaled = (scaled + 12582912.0) - 12582912.0
     elif ROUND_FIRST:
-        scaled = _rounded_to_e4m3(scaled)
+        scaled = rounded_to_e4m3(scaled)
     tl.store(q + row * SIZE + column, scaled.to(q.dtype.element_ty), mask=mask)
 
 

@@ -29,15 +29,25 @@ q = 0 and a tiny scale; no scale is ever 0. A static scale is taken as it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.reference import gated_activation, linear, rms_norm, silu_and_mul
+from compiled_engine.custom_ops.reference import (
+    gated_activation,
+    linear,
+    paged_attention,
+    rms_norm,
+    silu_and_mul,
+)
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
 MIN_AMAX = 2.0**-64
 BLOCK = 128
+# Of the static scale among the arguments of `paged_attention_quant`.
+_SCALE_PLACE = 11
 
 WEIGHT_FORMATS = (
     "fp8_tensor",
@@ -301,3 +311,18 @@ def gated_activation_quant(
     """`quantize(gated_activation(x, ...), activation_format, static_scale)`, x [T, 2k]."""
     activated = gated_activation(x, activation, alpha, limit)
     return quantize(activated, activation_format, static_scale)
+
+
+def paged_attention_quant(*arguments: Any, **options: Any) -> Tensor:
+    """`reference.paged_attention` as e4m3 [T, H * D], quantised with a static scale.
+
+    Arguments are those of `paged_attention`, with the scale, fp32 [1], behind the factor of scores.
+    """
+    attended, static_scale = split_attention_quant(arguments)
+    out = paged_attention(*attended, **options)
+    return quantize_fp8(out.flatten(1), "tensor", static_scale)[0]
+
+
+def split_attention_quant(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor]:
+    """Arguments of `paged_attention_quant`: those of `paged_attention`, and the scale."""
+    return (*arguments[:_SCALE_PLACE], *arguments[_SCALE_PLACE + 1 :]), arguments[_SCALE_PLACE]

@@ -33,6 +33,29 @@ def wait_for_previous(PDL: tl.constexpr) -> None:
         gdc_wait()
 
 
+@triton.jit
+def rounded_to_e4m3(values: tl.tensor) -> tl.tensor:
+    """The nearest values of e4m3, in fp32: the interpreter's own cast forgets a carry."""
+    bits = values.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    rounded = bits.to(tl.float32, bitcast=True)
+    small = (values + 24576.0) - 24576.0  # multiples of 2^-9
+    return tl.where(tl.abs(values) < 0.015625, small, rounded)
+
+
+@triton.jit
+def scaled_to_e4m3(
+    values: tl.tensor, scale: tl.tensor, DTYPE: tl.constexpr, ROUND_FIRST: tl.constexpr
+) -> tl.tensor:
+    """fp32 values, rounded to `DTYPE`, over the one number at `scale`, in the range of e4m3.
+
+    Still in fp32, and not yet rounded to e4m3 unless by `ROUND_FIRST`, for the interpreter.
+    """
+    scaled = values.to(DTYPE).to(tl.float32) * tl.div_rn(1.0, tl.load(scale))
+    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    return rounded_to_e4m3(scaled) if ROUND_FIRST else scaled
+
+
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)

@@ -18,6 +18,7 @@ NOT_FOR: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "cpu": MappingProxyType(
             {
+                "fuse_attention_quant": "the CPU's kernel writes the dtype of the queries",
                 "decode_attention": "the CPU's kernel takes decode rows and prompts alike",
                 "fuse_linear": "its op has kernels for GPUs only",
                 "use_library_op": "it calls a GPU's library",

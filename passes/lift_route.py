@@ -171,7 +171,7 @@ def _softmax(node: Any) -> Node | None:
     if not is_call(node, aten.div.Tensor) or len(args_of(node)) != 2:
         return None
     power, total = args_of(node)
-    if not is_call(power, aten.exp.default) or _summed(total) is not power:
+    if not is_call(power, aten.exp.default) or _summed(total) != power:
         return None
     shifted = args_of(power)[0]
     if not is_call(shifted, aten.sub.Tensor) or shifted.kwargs:

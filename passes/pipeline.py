@@ -32,6 +32,7 @@ from compiled_engine.passes import (
     flatten_batch,
     fuse_activation_quant,
     fuse_add_rms_norm,
+    fuse_attention_quant,
     fuse_linear,
     fuse_norm_quant,
     fuse_qk_norm_rope_kv,
@@ -76,6 +77,7 @@ FUSIONS: tuple[ModuleType, ...] = (
     fuse_add_rms_norm,
     fuse_norm_quant,
     fuse_activation_quant,
+    fuse_attention_quant,
     fuse_qk_norm_rope_kv,
 )
 # Passes that look at plain ATen: they run when the ops that nobody took have become that.

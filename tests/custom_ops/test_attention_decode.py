@@ -40,6 +40,7 @@ from compiled_engine.custom_ops.attention_work import (
     work_shape,
 )
 from compiled_engine.custom_ops.attention_work_spec import reference_work, work_list_spec
+from compiled_engine.custom_ops.reference_quant import quantize_fp8
 from compiled_engine.custom_ops.registry import Target
 from tests.helpers.cuda_emulator import EmulatorError
 from tests.helpers.emulated_attention import run_emulated
@@ -124,6 +125,21 @@ def test_options_of_the_cuda_kernel_emulated(window, soft_cap):
     case.window, case.soft_cap = window, soft_cap
     case.sinks = torch.linspace(-2, 3, 4)
     assert_near(case, emulate(case, 5))
+
+
+@pytest.mark.parametrize("name", ["own", "both", "chunks", "none"])
+def test_results_in_8_bits_are_the_plain_ones_quantised_emulated(name):
+    rows, shape = EMULATED[name]
+    case = make_case(rows, shape)
+    case.sinks = torch.linspace(-2, 3, shape.num_heads)
+    call, plain = call_of(case, 5), torch.full_like(case.q, float("nan"))
+    run_emulated(call, plain, 0, case.new_kv())
+    static_scale = torch.tensor([1.0 / 300])  # some are beyond the largest
+    call.options = replace(call.options, out_scale=static_scale)
+    got = torch.full_like(case.q, 7.0, dtype=FP8)
+    run_emulated(call, got, 0, case.new_kv())
+    expected = quantize_fp8(plain.flatten(1), "tensor", static_scale)[0].view(plain.shape)
+    assert torch.equal(got.float(), expected.float())
 
 
 @pytest.mark.parametrize("factor", [0.01, 8, 60])

@@ -12,7 +12,14 @@ import torch
 from compiled_engine.custom_ops.attention_tiles import hopper_rejects, tile_tokens
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.source_tree import ROOT
-from tests.helpers.tile_attention import LIMITS, ON_GPU, Case, TileStep, relative_error
+from tests.helpers.tile_attention import (
+    LIMITS,
+    ON_GPU,
+    Case,
+    TileStep,
+    quantized_difference,
+    relative_error,
+)
 
 # Few tokens behind many: the Hopper kernel cuts the keys of their tiles into parts.
 CUT = (
@@ -96,6 +103,19 @@ def test_portable_kernel(case: Case, monkeypatch: pytest.MonkeyPatch):
     )
     error = relative_error(TileStep(case, "cuda"))
     assert error <= LIMITS[case.dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_portable", [False, True])
+@pytest.mark.parametrize("case", ON_GPU + CUT, ids=lambda case: case.name)
+def test_results_in_8_bits_are_the_plain_ones_quantised(
+    case: Case, is_portable: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if is_portable:
+        monkeypatch.setattr(
+            "compiled_engine.custom_ops.attention_tiles.hopper_rejects", lambda *_: "asked not to"
+        )
+    assert quantized_difference(TileStep(case, "cuda")) == 0
 
 
 @pytest.mark.gpu

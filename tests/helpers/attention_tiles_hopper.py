@@ -31,6 +31,7 @@ KINDS = {
     **dict.fromkeys(("log_scale", "cap_scale", "cap"), "fp32"),
     **dict.fromkeys(("out", "sinks"), "*bf16"),
     "scratch": "*fp32",
+    "out_scale": "*fp32",
     "C": "constexpr",
 }
 # Wide heads with a window or a cap are not here: they keep one register, the address of shared
@@ -40,6 +41,7 @@ COMPILED = (
     TileConfig(1, 7, 28, 128, 128, 64, has_window=True, has_cap=True, has_sinks=True),
     TileConfig(8, 1, 8, 64, 128, 16, stages=3, has_window=True, has_sinks=True),
     TileConfig(2, 1, 4, 256, 64, 16, query_stages=1),
+    TileConfig(4, 1, 8, 128, 128, 16, is_quantized=True),
 )
 MOST_PARTS = split.most_parts(132)
 
@@ -54,6 +56,8 @@ def compile_kernel(config: TileConfig) -> Any:
         signature[name] = f"tensordesc<bf16[{config.page_size}, 64],{pages!r}>"
     for name in tiles_kernel.arg_names[3:]:
         signature[name] = KINDS.get(name, "*i32")
+    if config.is_quantized:
+        signature["out"] = "*fp8e4nv"
     names = list(signature)
     aligned = {
         (i,): [["tt.divisibility", 16]]

@@ -150,6 +150,25 @@ static void multiply(float (&c)[4], const Quad& a, unsigned b0, unsigned b1) {
 static unsigned pack(float first, float second) {
     return emulator::narrow(first) | (unsigned)emulator::narrow(second) << 16;
 }
+#if QUANTIZED
+static unsigned nearest_byte(float x) {
+    if (!(fabsf(x) <= 448.0f)) x = copysignf(448.0f, x);
+    unsigned sign = std::signbit(x) ? 128 : 0;
+    float magnitude = fabsf(x);
+    int exponent = magnitude ? ilogbf(magnitude) : -6;
+    if (exponent < -6) exponent = -6;
+    int steps = (int)rintf(ldexpf(magnitude, 3 - exponent));  // of 2^(exponent - 3), 16 at most
+    if (steps == 16) steps = 8, exponent++;
+    return sign | (steps < 8 ? steps : (exponent + 7) << 3 | (steps - 8));
+}
+static unsigned quantize_four(unsigned low, unsigned high, float scale) {
+    unsigned result = 0;
+    unsigned short halves[4] = {
+        (unsigned short)low, (unsigned short)(low >> 16), (unsigned short)high, (unsigned short)(high >> 16)};
+    for (int i = 0; i < 4; i++) result |= nearest_byte(emulator::widen(halves[i]) * (1.0f / scale)) << 8 * i;
+    return result;
+}
+#endif
 static float power_of_two(float x) { return exp2f(x); }
 static float log_of_two(float x) { return log2f(x); }
 static float reciprocal(float x) { return 1.0f / x; }

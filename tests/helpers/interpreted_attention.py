@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from unittest import mock
 
@@ -21,6 +22,7 @@ from compiled_engine.custom_ops.attention_decode import DecodeCall, Options, Tun
 from compiled_engine.custom_ops.attention_work import Heads, WorkShape, work_shape
 from compiled_engine.custom_ops.attention_work_spec import work_list_spec
 from compiled_engine.custom_ops.attention_work_triton import launch_work
+from compiled_engine.custom_ops.reference_quant import quantize_fp8
 from tests.helpers.paged_case import FP8, CaseShape, PagedCase, Row, make_case
 from tests.helpers.tolerances import assert_close
 
@@ -75,8 +77,21 @@ def check_call(case: PagedCase, lanes: int, *, is_decode: bool = True) -> None:
             served[begin:end] = end - begin == 1
     factor = 4 if case.shape.dtype == torch.float32 else 2  # weights are rounded too
     assert_close("served", out[served], expected[served], factor=factor)
+    assert_quantized(call, out, served)
     assert out[~served].isnan().all(), "a token of a longer query was written"
     assert not out[case.num_real :].any(), "padding tokens must be 0"
+
+
+def assert_quantized(call: DecodeCall, out: Tensor, served: Tensor) -> None:
+    """In e4m3 the same results, quantised; some are beyond the largest."""
+    static_scale = torch.tensor([1.0 / 300])
+    options = replace(call.options, out_scale=static_scale)
+    given = (call.q, call.caches, call.block_table, call.positions, call.work, call.shape, options)
+    got = torch.full(out.shape, 7.0).to(FP8)
+    DecodeCall(*given, tuning=SMALL).launch(got)
+    expected = quantize_fp8(out.flatten(1), "tensor", static_scale)[0].view(out.shape)
+    assert torch.equal(got[served].float(), expected[served].float())
+    assert (got[~served].float() == 7).all(), "a token of a longer query was written"
 
 
 DECODE = [Row(1, 1), Row(1, 2), Row(1, 63), Row(1, 64), Row(1, 65), Row(1, 130)]

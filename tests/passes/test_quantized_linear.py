@@ -19,6 +19,7 @@ from compiled_engine.custom_ops.quant import QUANT_OPS
 from compiled_engine.models.quant_linear import QuantLinear
 from compiled_engine.passes import (
     fuse_activation_quant,
+    fuse_attention_quant,
     fuse_norm_quant,
     lower_quantized_linear,
     lower_scaled_linear,
@@ -379,6 +380,26 @@ def test_counts_of_a_layer(tmp_path: Path, family: str, name: str):
         assert counts["quantize_fp8"] + counts["quantize_int8"] == 1
     else:
         assert counts["quantized_linear"] == 4
+    expected, _ = run_eagerly(step)
+    for found in (few, many):
+        torch.testing.assert_close(found.outputs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_counts_of_a_layer_with_static_scales(tmp_path: Path):
+    """Attention too takes its quantiser in, where there are many rows: none is left."""
+    step = LayerStep(tmp_path, "qwen3", quantization="fp8")
+    for module in step.layer.modules():
+        if isinstance(module, QuantLinear):
+            module.activation_format = "fp8_tensor"
+            module.input_scale = nn.Parameter(torch.tensor([0.02]), requires_grad=False)
+    few = Harness(kept_ops=KEPT).run(call_layer, *step.arguments())
+    assert few.matches(fuse_attention_quant.NAME) == 0
+    many = Harness(disabled=(FEW,), kept_ops=KEPT).run(call_layer, *step.arguments())
+    assert many.matches(fuse_attention_quant.NAME) == 1
+    counts = op_counts(many.after)
+    assert counts["paged_attention_quant"] == counts["gated_activation_quant"] == 1
+    assert counts["paged_attention"] == counts["quantize_fp8"] == 0
+    assert counts["scaled_linear"] == 4
     expected, _ = run_eagerly(step)
     for found in (few, many):
         torch.testing.assert_close(found.outputs, expected, rtol=1e-5, atol=1e-5)

@@ -49,9 +49,10 @@ struct DecodeArgs {
     const i32* block_table;
     i32* work;
     const i64* positions;  // [T]
-    char* out;             // [T, H, D]
+    char* out;             // [T, H, D], of the dtype of q, or QUANTIZED: of e4m3
     float* partials;       // [partial rows, H, PART_SIZE]
     const float* sinks;    // [H] or null
+    const float* out_scale;  // QUANTIZED: of all results
     i64 table_stride;
     i64 q_token;  // strides, in values
     i64 q_head;

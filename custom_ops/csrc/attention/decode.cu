@@ -361,11 +361,11 @@ DEVICE void attend_members(const DecodeArgs& args, const Shared& shared, Stream&
 
 // Zeroes the tokens of padding.
 DEVICE void clear_padding(const DecodeArgs& args, i32 num_real) {
-    i32 pairs = num_heads(args) * HEAD_DIM / 2;
+    i32 words = num_heads(args) * HEAD_DIM / (QUANTIZED ? 4 : 2);
 #pragma unroll 1
     for (i32 token = num_real + blockIdx.x; token < args.num_tokens; token += gridDim.x)
 #pragma unroll 1
-        for (i32 i = threadIdx.x; i < pairs; i += THREADS) ((u32*)args.out)[(i64)token * pairs + i] = 0;
+        for (i32 i = threadIdx.x; i < words; i += THREADS) ((u32*)args.out)[(i64)token * words + i] = 0;
 }
 
 // Asks the second-level cache for this lane's slot, which was last used by an earlier layer.

@@ -109,6 +109,31 @@ DEVICE u32 pack(float first, float second) {
     return result;
 }
 
+#if QUANTIZED
+// Two 16-bit numbers over a scale, as 8-bit floats.
+DEVICE u32 quantize_pair(u32 pair, float inverse) {
+    float first, second;
+#if HALF
+    asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;\n}"
+        : "=f"(first), "=f"(second)
+        : "r"(pair));
+#else
+    first = __uint_as_float(pair << 16), second = __uint_as_float(pair & 0xffff0000u);
+#endif
+    unsigned short bytes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+        : "=h"(bytes)
+        : "f"(second * inverse), "f"(first * inverse));
+    return bytes;
+}
+
+// Two pairs of `pack`, the first in the lower half.
+DEVICE u32 quantize_four(u32 low, u32 high, float scale) {
+    float inverse = __frcp_rn(scale);
+    return quantize_pair(low, inverse) | quantize_pair(high, inverse) << 16;
+}
+#endif
+
 DEVICE float power_of_two(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -7,10 +7,14 @@
 
 DEVICE void store_result(const DecodeArgs& args, i32 token, i32 head, i32 column, const float (&v)[4]) {
     i64 place = ((i64)token * num_heads(args) + head) * HEAD_DIM + column;
+#if QUANTIZED
+    *(u32*)(args.out + place) = quantize_four(pack(v[0], v[1]), pack(v[2], v[3]), *args.out_scale);
+#else
     int2 packed;
     packed.x = (i32)pack(v[0], v[1]);
     packed.y = (i32)pack(v[2], v[3]);
     *(int2*)(args.out + place * 2) = packed;
+#endif
 }
 
 // Place of a head's partial result in a lane's slot, or in a row of the scratch.
