@@ -102,20 +102,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, impl: str = "") -> Te
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the two halves of [T, H, D] by angles [T, D // 2], in fp32."""
-    first, second = x.float().chunk(2, dim=-1)
+    """Rotates the two halves of the first R values of [T, H, D] by angles [T, R // 2], in fp32."""
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :].float())
+    return torch.cat(parts, dim=-1).to(x.dtype)
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding, half-split layout.
+    """Rotary embedding, half-split layout, of the first R values of each head.
 
     Args:
         q: [T, H, D].
         k: [T, H_kv, D].
-        cos: [T, D // 2] fp32.
-        sin: [T, D // 2] fp32.
+        cos: [T, R // 2] fp32, R even and at most D.
+        sin: [T, R // 2] fp32.
     """
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 

@@ -18,14 +18,14 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 4, 2, 16, 4, 6
 
 
 def _example_tensors(
-    dtype: torch.dtype, device: torch.device, seed: int, num_tokens: int
+    dtype: torch.dtype, device: torch.device, seed: int, num_tokens: int, rotary_dim: int = HEAD_DIM
 ) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    angles = normal(num_tokens, HEAD_DIM // 2)
+    angles = normal(num_tokens, rotary_dim // 2)
     slots = torch.randperm((NUM_PAGES - 1) * PAGE_SIZE, generator=generator, device=device)
     slots = slots[:num_tokens] + PAGE_SIZE
     if num_tokens > 1:
@@ -49,6 +49,7 @@ def _example_tensors(
 def _examples(*names: str) -> Any:
     def make(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
         made = [_example_tensors(dtype, device, seed, num_tokens) for num_tokens in (1, 7, 0)]
+        made.append(_example_tensors(dtype, device, seed, 5, rotary_dim=6))
         return [tuple(tensors[name] for name in names) for tensors in made]
 
     return make

@@ -51,12 +51,13 @@ class Cache(NamedTuple):
 
 @triton.jit
 def _load_heads(
-    base: tl.tensor, head: tl.tensor, stride: tl.tensor, mask: tl.tensor, HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    base: tl.tensor, head: tl.tensor, stride: tl.tensor, mask: tl.tensor, columns: tl.tuple
+) -> tuple[tl.tensor, tl.tensor]:
     """Both halves [HEADS, BLOCK_HALF] of some heads of a token, in the stored dtype."""
-    place = base + head * stride + tl.arange(0, BLOCK_HALF)[None, :]
-    return tl.load(place, mask=mask, other=0.0), tl.load(place + HALF, mask=mask, other=0.0)
+    place = base + head * stride
+    first, second = columns
+    a = tl.load(place + first, mask=mask, other=0.0)
+    return a, tl.load(place + second, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -90,29 +91,43 @@ def _prepared(
 
 @triton.jit
 def _store_halves(
-    place: tl.tensor, a: tl.tensor, b: tl.tensor, mask: tl.tensor, HALF: tl.constexpr
+    place: tl.tensor, a: tl.tensor, b: tl.tensor, mask: tl.tensor, columns: tl.tuple
 ) -> None:
     """Stores both halves in the target's dtype; 8-bit floats saturate at their largest value."""
     if place.dtype.element_ty == tl.float8e4nv:
         a = tl.minimum(tl.maximum(a.to(tl.float32), -448.0), 448.0)
         b = tl.minimum(tl.maximum(b.to(tl.float32), -448.0), 448.0)
-    tl.store(place, a.to(place.dtype.element_ty), mask=mask)
-    tl.store(place + HALF, b.to(place.dtype.element_ty), mask=mask)
+    first, second = columns
+    tl.store(place + first, a.to(place.dtype.element_ty), mask=mask)
+    tl.store(place + second, b.to(place.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gains(
-    q_weight: tl.tensor, k_weight: tl.tensor, is_q: tl.tensor, HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    q_weight: tl.tensor, k_weight: tl.tensor, is_q: tl.tensor, is_lane: tl.tensor,
+    columns: tl.tuple,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Both halves [1, BLOCK_HALF] of the norm weight of q's or k's heads, in fp32."""
     weight = q_weight
     if not is_q:
         weight = k_weight
-    lane = tl.arange(0, BLOCK_HALF)[None, :]
-    first = tl.load(weight + lane, mask=lane < HALF, other=0.0)
-    second = tl.load(weight + HALF + lane, mask=lane < HALF, other=0.0)
+    first = tl.load(weight + columns[0], mask=is_lane, other=0.0)
+    second = tl.load(weight + columns[1], mask=is_lane, other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def _columns(
+    lane: tl.tensor, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Columns of the pairs that turn, and behind these pairs of what does not turn."""
+    turned: tl.constexpr = ROTARY_DIM // 2
+    rest: tl.constexpr = (HEAD_DIM - ROTARY_DIM) // 2
+    first, second = lane, lane + turned
+    if rest > 0:
+        first = tl.where(lane < turned, lane, second)
+        second = tl.where(lane < turned, second, second + rest)
+    return first, second
 
 
 @triton.jit
@@ -125,9 +140,9 @@ def _rope_kv_kernel(
     k_head: tl.tensor, v_page: tl.tensor, v_slot: tl.tensor, v_head: tl.tensor,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_CACHE: tl.constexpr, PDL: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_CACHE: tl.constexpr, ROTARY_DIM: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Heads of a token: norm (HAS_NORM), rotation by [T, D / 2] angles (HAS_ROPE), KV write.
+    """Heads of a token: norm (HAS_NORM), rotation by [T, R / 2] angles (HAS_ROPE), KV write.
 
     Grid: tokens x (groups of `HEADS` q heads, then groups of k heads, which also copy their v). q
     goes to packed `q_out`, k to packed `k_out` or, with HAS_CACHE, to its slot; slot -1 is padding
@@ -140,42 +155,44 @@ def _rope_kv_kernel(
     token, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
     lane = tl.arange(0, BLOCK_HALF)[None, :]
     is_lane = lane < half
+    columns = _columns(lane, HEAD_DIM, ROTARY_DIM)
     is_q = group < q_groups
     gain_first = tl.zeros((1, BLOCK_HALF), tl.float32)
     gain_second = gain_first
     if HAS_NORM:
-        gain_first, gain_second = _gains(q_weight, k_weight, is_q, half, BLOCK_HALF)
+        gain_first, gain_second = _gains(q_weight, k_weight, is_q, is_lane, columns)
     wait_for_previous(PDL)
     c, s = gain_first, gain_first
     if HAS_ROPE:
         cos, sin = cos + token * cos_token + lane, sin + token * sin_token + lane
-        c, s = tl.load(cos, mask=is_lane, other=0.0), tl.load(sin, mask=is_lane, other=0.0)
+        turns = lane < ROTARY_DIM // 2
+        c, s = tl.load(cos, mask=turns, other=1.0), tl.load(sin, mask=turns, other=0.0)
     if is_q:
         head = group * HEADS + tl.arange(0, HEADS)[:, None]
         mask = (head < NUM_HEADS) & is_lane
-        a, b = _load_heads(q + token * q_token, head, q_stride, mask, half, BLOCK_HALF)
+        a, b = _load_heads(q + token * q_token, head, q_stride, mask, columns)
         a, b = _prepared(a, b, gain_first, gain_second, c, s, eps, HEAD_DIM, HAS_NORM, HAS_ROPE)
-        q_place = q_out + (token * NUM_HEADS + head) * HEAD_DIM + lane
-        _store_halves(q_place, a, b, mask, half)
+        q_place = q_out + (token * NUM_HEADS + head) * HEAD_DIM
+        _store_halves(q_place, a, b, mask, columns)
     else:
         head = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
         mask = (head < NUM_KV_HEADS) & is_lane
-        a, b = _load_heads(k + token * k_token, head, k_stride, mask, half, BLOCK_HALF)
+        a, b = _load_heads(k + token * k_token, head, k_stride, mask, columns)
         v_a, v_b = a, b
         if HAS_CACHE:
-            v_a, v_b = _load_heads(v + token * v_token, head, v_stride, mask, half, BLOCK_HALF)
+            v_a, v_b = _load_heads(v + token * v_token, head, v_stride, mask, columns)
         a, b = _prepared(a, b, gain_first, gain_second, c, s, eps, HEAD_DIM, HAS_NORM, HAS_ROPE)
         if HAS_CACHE:
             slot = tl.load(slots + token)
             mask = mask & (slot >= 0)
             page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
-            k_place = k_cache + page * k_page + offset * k_slot + head * k_head + lane
-            _store_halves(k_place, a, b, mask, half)
-            v_place = v_cache + page * v_page + offset * v_slot + head * v_head + lane
-            _store_halves(v_place, v_a, v_b, mask, half)
+            k_place = k_cache + page * k_page + offset * k_slot + head * k_head
+            _store_halves(k_place, a, b, mask, columns)
+            v_place = v_cache + page * v_page + offset * v_slot + head * v_head
+            _store_halves(v_place, v_a, v_b, mask, columns)
         else:
-            k_place = k_out + (token * NUM_KV_HEADS + head) * HEAD_DIM + lane
-            _store_halves(k_place, a, b, mask, half)
+            k_place = k_out + (token * NUM_KV_HEADS + head) * HEAD_DIM
+            _store_halves(k_place, a, b, mask, columns)
 
 
 def unsupported_reason(
@@ -200,6 +217,7 @@ def unsupported_reason(
         (all(t.dtype == dtype for t in (*heads, *weights)), "the tensors differ in dtype"),
         (all(t.dtype == torch.float32 for t in angles), "angles that are not fp32"),
         (all(t.dtype in CACHE_DTYPES for t in caches), "a cache dtype it does not write"),
+        (all(2 * t.shape[1] <= head_dim for t in angles), "more angles than a head has"),
         (head_dim % 2 == 0 and head_dim <= MAX_HEAD_DIM, f"heads of {head_dim} values"),
         (
             all(t.stride(-1) == 1 for t in (*heads, *angles, *weights, *caches)),
@@ -308,7 +326,7 @@ def launch(
 
     Args:
         heads: q [T, H, D], k and v [T, H_kv, D]; H may be 0.
-        angles: cos and sin, None for no rotation.
+        angles: cos and sin [T, R / 2], None for no rotation.
         norm: None for no norm.
         cache: where k and v are written, None to return k instead.
         config: None for the default.
@@ -344,6 +362,7 @@ def launch(
         HAS_NORM=norm is not None,
         HAS_ROPE=angles is not None,
         HAS_CACHE=cache is not None,
+        ROTARY_DIM=2 * cos.shape[1] if angles else q.shape[2],
         PDL=is_pdl,
         num_warps=config.num_warps,
         launch_pdl=is_pdl,

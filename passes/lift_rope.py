@@ -6,10 +6,12 @@
              kv_write(k2, ...);  paged_attention(q2, ...)
     after:   q2, k2 = ce.rope(q, k, cos, sin)
 
-and, where q and k are RMS norms over a head, `ce.qk_norm_rope`. Which of two is the key is known by
+and, where q and k are RMS norms over a head, `ce.qk_norm_rope`. Where a part of a head turns, the
+first R values, `q` is that slice, and the rest is put behind `q2` again: the op is given all of the
+head and angles [T, R / 2]. Which of two is the key is known by
 what becomes of it: it is written.
 Conditions: both halves of the cosines and sines are the same tensor, as `models/hf_model.py` makes
-them; they turn all of a head; q and k have one dtype; their norms one eps and weights of it.
+them; q and k have one dtype; their norms one eps and weights of it.
 Numerics: the op works in fp32 with angles in fp32, the spelling in the model's dtype with angles
 rounded to it; equal in fp32.
 Source: `rotate_half` of transformers' modelling code.
@@ -116,7 +118,25 @@ def _rotated(node: Node) -> _Rotated | None:
         output = users[0]
         if value_of(output).dtype != value.dtype:
             return None
+    output, heads = _with_rest(output, heads)
     return _Rotated(output, heads, angles[0][1], angles[0][0], angles[1][0])
+
+
+def _with_rest(output: Node, heads: Node) -> tuple[Node, Node]:
+    """Whole heads, turned and as they were, if `heads` is the first part and the rest follows."""
+    cut, users = sliced(heads), list(output.users)
+    if cut is None or len(users) != 1 or not is_call(users[0], torch.ops.aten.cat.default):
+        return output, heads
+    source, axis, start, stop = cut
+    joined, last = users[0], value_of(source).dim() - 1
+    parts, *dim = args_of(joined)
+    is_behind = axis == last and start == 0 and dim in ([-1], [last])
+    if not is_behind or len(parts) != 2 or parts[0] is not output:
+        return output, heads
+    size = value_of(source).shape[-1]
+    if stop % 2 or size % 2 or not _is_slice(parts[1], source, stop, size):
+        return output, heads
+    return joined, source
 
 
 def _is_half_turn(node: Node, heads: Node) -> bool:
@@ -192,16 +212,13 @@ def _doubled(node: Any) -> Node | None:
 
 
 def _lift(graph: Graph, query: _Rotated, key: _Rotated) -> bool:
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    last = max((query.output, key.output), key=order.__getitem__)
-    users = [*query.output.users, *key.output.users]
-    if any(order[user] <= order[last] for user in users):
-        return False
     if query.token_axis != key.token_axis:
         return False
     if value_of(query.heads).dtype != value_of(key.heads).dtype:
         return False
-    before = last.next
+    before = _place(graph, query, key)
+    if before is None:
+        return False
     with graph.inserting_before(before):
         q, k = _by_token(graph, query), _by_token(graph, key)
         norms = _norms(q, k)
@@ -226,6 +243,27 @@ def _lift(graph: Graph, query: _Rotated, key: _Rotated) -> bool:
             rotated.output.replace_all_uses_with(item)
     graph.eliminate_dead_code()
     return True
+
+
+def _place(graph: Graph, query: _Rotated, key: _Rotated) -> Node | None:
+    """The first node that reads either; what both are made from is moved in front of it.
+
+    Compilers put keys, their write, and only then queries. None if one is made from the other.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    before = min((*query.output.users, *key.output.users), key=order.__getitem__)
+    found: set[Node] = set()
+    open_nodes = [node for r in (query, key) for node in (r.heads, r.cos, r.sin)]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node not in found and order[node] >= order[before]:
+            if node is before:
+                return None
+            found.add(node)
+            open_nodes.extend(node.all_input_nodes)
+    for node in sorted(found, key=order.__getitem__):
+        before.prepend(node)
+    return before
 
 
 def _by_token(graph: Graph, rotated: _Rotated) -> Node:

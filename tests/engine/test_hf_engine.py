@@ -81,7 +81,7 @@ COUNTS = {
     "olmo2": {"lift_rms_norm": 9, "lift_gated_activation": 2, "lift_rope": 2, "merge_linears": 4},
     "granite": {"lift_rms_norm": 5, "lift_gated_activation": 2, "lift_rope": 2, "merge_linears": 4},
     "stablelm": {
-        "lift_rms_norm": 0, "lift_gated_activation": 2, "lift_rope": 0, "merge_linears": 4,
+        "lift_rms_norm": 0, "lift_gated_activation": 2, "lift_rope": 2, "merge_linears": 4,
     },
     "olmoe": {
         "lift_rms_norm": 9, "lift_gated_activation": 0, "lift_rope": 2, "lift_route": 2,

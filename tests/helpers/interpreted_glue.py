@@ -71,17 +71,19 @@ def views(num_tokens: int, heads: tuple[int, int], dim: int, dtype: torch.dtype)
 
 
 def check_rope_kv() -> None:
-    """All five ops: strided views, odd head counts and dims, padding slots, an 8-bit cache."""
-    for dim, heads, page_size, dtype, cache_dtype, per_program in (
-        (16, (4, 2), 4, BF16, BF16, 1),
-        (80, (5, 3), 16, FP16, FP16, 2),
-        (6, (3, 1), 3, FP32, FP32, 4),
-        (16, (4, 2), 8, BF16, FP8, 4),
+    """All five ops: strided views, odd head counts and dims, parts of heads, padding, FP8."""
+    for dim, turned, heads, page_size, dtype, cache_dtype, per_program in (
+        (16, 16, (4, 2), 4, BF16, BF16, 1),
+        (80, 80, (5, 3), 16, FP16, FP16, 2),
+        (6, 6, (3, 1), 3, FP32, FP32, 4),
+        (16, 16, (4, 2), 8, BF16, FP8, 4),
+        (80, 20, (5, 3), 16, FP16, FP16, 2),
+        (24, 10, (3, 1), 3, FP32, FP32, 4),
     ):
         num_tokens = 3
         q, k, v = views(num_tokens, heads, dim, dtype)
         v.mul_(400.0)
-        angles = torch.randn(num_tokens, dim // 2)
+        angles = torch.randn(num_tokens, turned // 2)
         cos, sin = angles.cos(), angles.sin()
         gains = torch.randn(2, dim).to(dtype)
         shape = (4, page_size, heads[1], dim)

@@ -88,14 +88,16 @@ LAYERS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     ),
     # Groups of experts; rotary embeddings of half of each head.
     "glm4_moe": (
-        {"merge_linears": 2, "lift_rms_norm": 2, "lift_gated_activation": 1, "lift_route": 1,
-         "fuse_add_rms_norm": 1},
-        {"rms_norm": 1, "add_rms_norm": 1, "silu_and_mul": 1, "linear": 5, **ROUTED},
+        {"merge_linears": 2, "lift_rms_norm": 2, "lift_gated_activation": 1, "lift_rope": 1,
+         "lift_route": 1, "fuse_add_rms_norm": 1, "fuse_qk_norm_rope_kv": 1},
+        {"rms_norm": 1, "add_rms_norm": 1, "silu_and_mul": 1, "rope_kv_write": 1, "linear": 5,
+         **ROUTED},
     ),
     # Layer norms, and rotary embeddings of a quarter of each head.
     "stablelm": (
-        {"merge_linears": 2, "lift_gated_activation": 1},
-        {"silu_and_mul": 1, **LINEAR_PAGED},
+        {"merge_linears": 2, "lift_gated_activation": 1, "lift_rope": 1,
+         "fuse_qk_norm_rope_kv": 1},
+        {"silu_and_mul": 1, "rope_kv_write": 1, **LINEAR_PAGED},
     ),
     "qwen3": (
         {"merge_linears": 2, "lift_rms_norm": 4, "lift_gated_activation": 1, "lift_rope": 1,

@@ -53,6 +53,22 @@ def in_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return turned(q, cos, sin).to(q.dtype), turned(k, cos, sin).to(k.dtype)
 
 
+def part(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The first 6 of 8 values turn."""
+    cos, sin = tables(cos[:, :3], sin[:, :3], q.dtype)
+    first = (turned(x[..., :6], cos, sin) for x in (q, k))
+    q2, k2 = (torch.cat((y, x[..., 6:]), -1) for x, y in zip((q, k), first, strict=True))
+    return q2, k2
+
+
+def part_in_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As `part`, rounded before the rest is put behind."""
+    cos, sin = tables(cos[:, :2], sin[:, :2], torch.float32)
+    first = (turned(x[..., :4], cos, sin).to(x.dtype) for x in (q, k))
+    q2, k2 = (torch.cat((y, x[..., 4:]), -1) for x, y in zip((q, k), first, strict=True))
+    return q2, k2
+
+
 class Step:
     """One layer's projections, norms, tables and cache for a sequence of T tokens."""
 
@@ -137,6 +153,22 @@ def test_queries_and_keys_have_their_roles(rotation: Rotation, dtype: torch.dtyp
     assert item(write.kwargs["k"]) == (rope, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rotation", "half"), [(part, 3), (part_in_fp32, 2)])
+def test_a_part_of_each_head(rotation: Rotation, half: int, dtype: torch.dtype):
+    found = run(layer(rotation, has_norm=True), Step(5, dtype), disabled=("fuse_qk_norm_rope_kv",))
+    assert found.matches(NAME) == 1
+    (rope,) = calls_of(found.after, ce.qk_norm_rope.default)
+    q, k, _, _, cos, sin, _ = rope.args
+    assert [n.meta["val"].shape for n in (q, k)] == [(5, HEADS, DIM), (5, KV_HEADS, DIM)]
+    assert [n.meta["val"].shape for n in (cos, sin)] == [(5, half)] * 2
+    assert source_of(cos) is not source_of(sin)
+    (attended,) = calls_of(found.after, ce.paged_attention.default)
+    assert item(attended.args[0]) == (rope, 0)
+    fused = run(layer(rotation), Step(5, dtype))
+    assert op_counts(fused.after) == {"rope_kv_write": 1, "paged_attention": 1}
+
+
 def test_with_the_write_it_is_one_op():
     found = run(layer(plain), Step())
     assert found.matches("fuse_qk_norm_rope_kv") == 1
@@ -189,13 +221,35 @@ def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     return turn(q), turn(k)
 
 
-def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def half_of_the_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = (t[..., : DIM // 2] for t in tables(cos, sin, q.dtype))
 
     def turn(x: Tensor) -> Tensor:
         return torch.cat((turned(x[..., : DIM // 2], cos, sin), x[..., DIM // 2 :]), -1)
 
     return turn(q), turn(k)
+
+
+def rest_in_front(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = tables(cos[:, :3], sin[:, :3], q.dtype)
+    first = (turned(x[..., :6], cos, sin) for x in (q, k))
+    q2, k2 = (torch.cat((x[..., 6:], y), -1) for x, y in zip((q, k), first, strict=True))
+    return q2, k2
+
+
+def another_rest(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = tables(cos[:, :3], sin[:, :3], q.dtype)
+    first = (turned(x[..., :6], cos, sin) for x in (q, k))
+    q2, k2 = (torch.cat((y, x[..., 6:] * 2), -1) for x, y in zip((q, k), first, strict=True))
+    return q2, k2
+
+
+def a_gap(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """What follows is not what was left."""
+    cos, sin = tables(cos[:, :3], sin[:, :3], q.dtype)
+    first = (turned(x[..., :6], cos, sin) for x in (q, k))
+    q2, k2 = (torch.cat((y, x[..., 5:7]), -1) for x, y in zip((q, k), first, strict=True))
+    return q2, k2
 
 
 def queries_alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +268,10 @@ def of_something_else(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
         other_tables,
         other_way,
         interleaved,
-        partial,
+        half_of_the_tables,
+        rest_in_front,
+        another_rest,
+        a_gap,
         queries_alone,
         of_something_else,
     ],
@@ -248,6 +305,22 @@ def test_queries_that_are_read_before_the_keys_are_turned():
         return q, turned(k, cos, sin)
 
     assert run(layer(rotation), Step()).matches(NAME) == 0
+
+
+def test_queries_that_are_turned_behind_the_write():
+    def function(
+        qkv: Tensor, norms: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, ctx: PagedContext
+    ) -> Tensor:
+        heads = qkv.view(qkv.shape[0], -1, DIM)
+        full = tuple(torch.cat((t, t), -1)[:, None] for t in (cos, sin))
+        k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)[1:]
+        kv_write(turned(k, *full), v, cache.k_cache, cache.v_cache, ctx.slot_mapping)
+        q = turned(heads[:, :HEADS], *full)
+        return attention(q, k, v, cache, ctx, 0.5)
+
+    found = run(function, Step())
+    assert found.matches(NAME) == 1
+    assert op_counts(found.after) == {"rope_kv_write": 1, "paged_attention": 1}
 
 
 def test_switched_off():
