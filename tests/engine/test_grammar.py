@@ -255,7 +255,7 @@ def test_a_slow_mask_holds_up_its_own_row_only(simple, monkeypatch):
 
     def slow(row, service):
         if row.request_id == 0:
-            time.sleep(0.05)
+            time.sleep(0.25)  # far more than a step takes, on a busy machine too
         advance(row, service)
 
     monkeypatch.setattr(grammar_rows, "_advance", slow)
@@ -265,7 +265,7 @@ def test_a_slow_mask_holds_up_its_own_row_only(simple, monkeypatch):
     answers = run_grammars(simple, params, after_step=lambda *_: times.append(time.perf_counter()))
     assert [len(a.tokens) for a in answers[:2]] == [11, 11]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert sum(gap > 0.04 for gap in gaps) <= 2, sorted(gaps)[-5:]
+    assert sum(gap > 0.2 for gap in gaps) <= 2, sorted(gaps)[-5:]
     assert answers[1].steps[-1] < answers[0].steps[-1]
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import psutil
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0
 POLL_S = 0.05
 
 
