@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,12 +131,13 @@ def measure_decode(
     ceilings: Ceilings,
     num_repeats: int,
     floor_bytes: Callable[[float, int], float] = step_bytes,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
 ) -> Iterator[Measured]:
     """Step times, alone and over the least time the device needs to read what a step must.
 
     `floor_bytes` takes tokens of context, summed over the rows, and rows.
     """
-    for batch_size in BATCH_SIZES:
+    for batch_size in batch_sizes:
         measure_steady(driver, batch_size)
         runs = [measure_steady(driver, batch_size) for _ in range(num_repeats)]
         yield Measured(

@@ -101,16 +101,18 @@ class Bench:
         return llm
 
 
-def _decode(bench: Bench) -> Iterator[Measured]:
+def _decode(bench: Bench, *, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> Iterator[Measured]:
     costs = bench.shape.costs
-    distinct = dict.fromkeys(BATCH_SIZES, 0.0)
+    distinct = dict.fromkeys(batch_sizes, 0.0)
     if costs.num_experts:
-        distinct = count_distinct(bench.driver, BATCH_SIZES)
+        distinct = count_distinct(bench.driver, batch_sizes)
 
     def floor_bytes(context_tokens: float, batch_size: int) -> float:
         return costs.step_bytes(context_tokens, batch_size, distinct[batch_size])
 
-    yield from measure_decode(bench.driver, bench.ceilings, bench.num_repeats, floor_bytes)
+    yield from measure_decode(
+        bench.driver, bench.ceilings, bench.num_repeats, floor_bytes, batch_sizes
+    )
     if not costs.num_experts:
         return
     for batch_size, count in distinct.items():
@@ -185,6 +187,7 @@ def _passes(bench: Bench) -> Iterator[Measured]:
 
 PARTS: dict[str, Callable[[Bench], Iterator[Measured]]] = {
     "decode": _decode,
+    "decode_1": partial(_decode, batch_sizes=(1,)),  # a row alone, which takes seconds
     "prefill": _prefill,
     "e2e": _e2e,
     "agentic": _agentic,
