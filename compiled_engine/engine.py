@@ -56,6 +56,7 @@ SPLIT_OPS = ("ce::paged_attention", "ce::paged_attention_quant")
 # Ops that stay in the graph wherever they have a kernel of their own.
 FUSED_OPS = (
     "fused_linear",
+    "sparse_mlp",
     "rope_kv_write",
     "qk_norm_rope_kv_write",
     "rms_norm",

@@ -29,6 +29,7 @@ from compiled_engine.custom_ops.moe import (
     experts,
     route,
 )
+from compiled_engine.custom_ops.moe_block import SPARSE_MLP
 from compiled_engine.custom_ops.norm import ADD_RMS_NORM, RMS_NORM, SCALED_RMS_NORM, rms_norm
 from compiled_engine.custom_ops.quant import dequantize, quantize
 from compiled_engine.custom_ops.quant_kernels import QUANT_OPS
@@ -69,6 +70,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     PAGED_ATTENTION_QUANT,
     ROUTE,
     EXPERTS,
+    SPARSE_MLP,
     SAMPLING_THRESHOLD,
     SAMPLE_TOKENS,
     SAMPLE_ROWS,

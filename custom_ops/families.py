@@ -90,27 +90,25 @@ def _quantized_traits(arguments: Arguments, target: Target) -> dict[str, int]:
     return quantized_linear_traits(operands)
 
 
-def _quantized_cost(arguments: Arguments, results: tuple[Any, ...], context: int) -> Cost:
-    x, weight = arguments["x"], arguments["weight"]
-    moved = traffic()(arguments, results, context).num_bytes
-    flops = 2.0 * x.shape[0] * x.shape[1] * weight.shape[0]
-    return Cost(moved, flops, is_8bit=bool(arguments["activation_format"]))
-
-
 def _scaled_traits(arguments: Arguments, target: Target) -> dict[str, int]:
     names = ("q", "weight", "weight_scale", "format", "activation_format")
     q, weight, scale, format, activation_format = (arguments[name] for name in names)
     return scaled_linear_traits(q, weight, scale, format, activation_format, target)
 
 
-def _scaled_cost(arguments: Arguments, results: tuple[Any, ...], context: int) -> Cost:
-    q, weight = arguments["q"], arguments["weight"]
-    moved = traffic()(arguments, results, context).num_bytes
-    return Cost(moved, 2.0 * q.shape[0] * q.shape[1] * weight.shape[0], is_8bit=True)
+def _product_cost(main: str) -> CostFunction:
+    """All operands once; two operations for each value of `main` and row of the weight.
 
+    "q" holds 8-bit numbers; "x" becomes such if the activations have a format.
+    """
 
-def _experts_cost(arguments: Arguments, results: tuple[Any, ...], context: int) -> Cost:
-    return Cost(*moe_costs.experts_bytes_flops(arguments, results, context))
+    def cost(arguments: Arguments, results: tuple[Any, ...], context: int) -> Cost:
+        moved = traffic()(arguments, results, context).num_bytes
+        num_flops = 2.0 * arguments[main].numel() * arguments["weight"].shape[0]
+        is_8bit = main == "q" or bool(arguments["activation_format"])
+        return Cost(moved, num_flops, is_8bit=is_8bit)
+
+    return cost
 
 
 def shape_traits(main: str) -> Callable[[Arguments, Target], dict[str, int]]:
@@ -272,7 +270,7 @@ FAMILIES: tuple[KernelFamily, ...] = (
         op=_spec("experts"),
         layout="format",
         traits=moe_costs.experts_traits,
-        cost=_experts_cost,
+        cost=lambda *call: Cost(*moe_costs.experts_bytes_flops(*call)),
         tolerance=Tolerance(
             roundings=8,
             terms=("x", 1),
@@ -282,16 +280,23 @@ FAMILIES: tuple[KernelFamily, ...] = (
         make_real=moe_costs.experts_step,
     ),
     KernelFamily(
+        family="sparse_mlp",
+        mode="few",
+        op=_spec("sparse_mlp"),
+        layout="format",
+        traits=moe_costs.block_traits,
+        cost=lambda *call: Cost(*moe_costs.block_bytes_flops(*call)),
+        tolerance=Tolerance(roundings=12, terms=("x", 1), why="norm, router, experts and the add"),
+        bench_cases=moe_costs.block_cases,
+        make_real=moe_costs.block_step,
+    ),
+    KernelFamily(
         family="quantized_linear",
         mode="few",
         op=_spec("quantized_linear"),
         traits=_quantized_traits,
-        cost=_quantized_cost,
-        tolerance=Tolerance(
-            roundings=8,
-            terms=("x", 1),
-            why="norm, quantised activations, product, gate and sum, on both sides",
-        ),
+        cost=_product_cost("x"),
+        tolerance=Tolerance(roundings=8, terms=("x", 1), why="norm, quantised x, product and gate"),
     ),
     KernelFamily(
         family="scaled_linear",
@@ -300,7 +305,7 @@ FAMILIES: tuple[KernelFamily, ...] = (
         main="q",
         dtype="dtype",
         traits=_scaled_traits,
-        cost=_scaled_cost,
+        cost=_product_cost("q"),
         tolerance=Tolerance(roundings=4, terms=("q", 1), why="product and scale, on both sides"),
     ),
     _simple("sampling", "threshold", "sampling_threshold", "logits", traffic()),

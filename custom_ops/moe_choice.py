@@ -37,6 +37,20 @@ MAX_ROWS_PAIRS = 4096
 MAX_STREAM_PAIRS = 16
 # The same of packed weights that become 16-bit floats in registers.
 MAX_PACKED_PAIRS = 8
+# What the kernels of a whole mixture of experts take: columns, experts, and tokens of "stream".
+MAX_BLOCK_SIZE, MAX_BLOCK_EXPERTS, MAX_BLOCK_TOKENS = 4096, 256, 128
+# Tokens from and up to which "stream" beats the ops one by one. Those against it, us a layer on an
+# H200: 155.9 and 154.1 at 8, 306.4 and 298.9 at 32, 358.2 and 353.5 at 64, 406.3 and 409.1 at 128;
+# 51.9 at 1, where kernels that found experts in the logits themselves took 65.9.
+MIN_FUSED_TOKENS, MAX_FUSED_TOKENS = 2, 64
+# Experts and tokens of a program of the router, whose rows lie in shared memory whole, and parts
+# that it divides them into.
+ROUTER_EXPERTS, ROUTER_TOKENS, ROUTER_PARTS = 16, 8, 8
+# Shared memory of a block of threads by compute capability, and where that is not listed.
+_SHARED_BYTES = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}
+_SHARED_BYTES_ELSEWHERE = 101376
+# The first that turns e4m3 into other floats.
+_E4M3_ARCH = 89
 _FP8_BLOCK = 128
 _MXFP4_GROUP = 32
 
@@ -78,11 +92,99 @@ def experts_traits(
         "is_silu": activation == "silu",
         "is_plain": format == "",
         "is_mxfp4": format == "mxfp4",
+        "is_fp8": format == "fp8_block",
         "has_one_dtype": all(t.dtype == x.dtype for t in others),
         "is_contiguous": gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == 1,
         "is_aligned": x.stride(0) % 8 == 0,
         "is_bf16": x.dtype == torch.bfloat16,
     }
+
+
+def block_traits(
+    experts: dict[str, int],
+    dtype: torch.dtype,
+    router: tuple[Tensor | None, Tensor, Tensor | None],
+    routing: tuple[int, Tensor | None],
+) -> dict[str, int]:
+    """The traits of `sparse_mlp`.
+
+    Args:
+        experts: those of its experts.
+        dtype: of its input.
+        router: norm's weight, router's weight and its bias.
+        routing: number of groups, and the bias of the scores.
+    """
+    given = [t for t in router if t is not None]
+    return {
+        **experts,
+        "num_groups": routing[0],
+        "has_score_bias": routing[1] is not None,
+        "has_norm": router[0] is not None,
+        "has_one_router_dtype": all(t.dtype == dtype for t in given),
+        "is_router_contiguous": all(t.is_contiguous() for t in given),
+    }
+
+
+def with_target(traits: Traits, target: Target) -> dict[str, int]:
+    """The traits, and what `CANDIDATES` look at of the device."""
+    return {**traits, "arch": target.arch}
+
+
+def router_part(size: int) -> int:
+    """Columns of each of the `ROUTER_PARTS` that the router's kernel divides rows into."""
+    part = -(-size // ROUTER_PARTS)
+    return int(max(16, 1 << (part - 1).bit_length()))
+
+
+def _router_bytes(size: int) -> int:
+    """Shared memory of a block of the router's kernel: rows of 16-bit weights and of x."""
+    return (ROUTER_EXPERTS + ROUTER_TOKENS) * ROUTER_PARTS * router_part(size) * 2
+
+
+def _rejects_block(traits: Traits) -> str | None:
+    """What the kernels without sorting do not take."""
+    size, num_experts = traits["size"], traits["num_experts"]
+    room = _SHARED_BYTES.get(traits["arch"], _SHARED_BYTES_ELSEWHERE)
+    rules = (
+        (traits["has_one_router_dtype"], "needs the same dtype for x, norm and router"),
+        (traits["is_router_contiguous"], "needs contiguous weights of norm and router"),
+        (size <= MAX_BLOCK_SIZE, f"takes rows of {MAX_BLOCK_SIZE} values, not {size}"),
+        (
+            _router_bytes(size) <= room,
+            f"needs {_router_bytes(size)} bytes of shared memory, there are {room}",
+        ),
+        (
+            num_experts <= MAX_BLOCK_EXPERTS,
+            f"takes {MAX_BLOCK_EXPERTS} experts, not {num_experts}",
+        ),
+        (traits["num_groups"] == 1, "takes no groups of experts"),
+    )
+    reason = next((reason for is_met, reason in rules if not is_met), None)
+    return reason or _rejects(traits)
+
+
+def _rejects_block_stream(traits: Traits) -> str | None:
+    if traits["num_tokens"] > MAX_BLOCK_TOKENS:
+        return f"takes {MAX_BLOCK_TOKENS} tokens, not {traits['num_tokens']}"
+    return _rejects_block(traits)
+
+
+def _why_block_stream_is_slower(traits: Traits) -> str | None:
+    num_tokens = traits["num_tokens"]
+    rules = (
+        (
+            num_tokens >= MIN_FUSED_TOKENS,
+            "one token's pairs on their own take 51.9 us a layer; kernels of one op took 65.9",
+        ),
+        (
+            num_tokens <= MAX_FUSED_TOKENS,
+            "sorted pairs took 406.3 us a layer at 128 tokens, these 409.1;"
+            f" between {MAX_FUSED_TOKENS} and 128 nothing was measured",
+        ),
+        (not traits["is_mxfp4"], "packed weights have a kernel of their own"),
+    )
+    reason = next((reason for is_met, reason in rules if not is_met), None)
+    return reason or _why_stream_is_slower(traits)
 
 
 def _rejects(traits: Traits) -> str | None:
@@ -95,6 +197,10 @@ def _rejects(traits: Traits) -> str | None:
             not traits["is_mxfp4"]
             or (traits["size"] % _MXFP4_GROUP == 0 and traits["inner_size"] % _MXFP4_GROUP == 0),
             f"needs whole groups of {_MXFP4_GROUP} values",
+        ),
+        (
+            not traits["is_fp8"] or traits["arch"] >= _E4M3_ARCH,
+            f"needs sm_{_E4M3_ARCH} for weights in e4m3, this is sm_{traits['arch']}",
         ),
     )
     return next((reason for is_met, reason in rules if not is_met), None)
@@ -147,11 +253,13 @@ def _rejects_library(traits: Traits) -> str | None:
     return next((reason for is_met, reason in rules if not is_met), None)
 
 
-def _on_gpu(name: str, priority: Priority, **rules: Any) -> Candidate:
+def _on_gpu(
+    name: str, priority: Priority, family: str = "experts", mode: str = "grouped", **rules: Any
+) -> Candidate:
     rules.setdefault("rejects", _rejects)
     return Candidate(
-        family="experts",
-        mode="grouped",
+        family=family,
+        mode=mode,
         name=name,
         priority=priority,
         device_type="cuda",
@@ -227,6 +335,31 @@ CANDIDATES: tuple[Candidate, ...] = (
         tags=("deterministic", "every token through every expert"),
         num_kernels=lambda _: 0,
     ),
+    _on_gpu(
+        "stream",
+        Priority.TUNED,
+        *("sparse_mlp", "few"),
+        rejects=_rejects_block_stream,
+        slower=_why_block_stream_is_slower,
+        num_kernels=lambda _: 5,
+        tags=("deterministic", "a table of choices, nothing sorted"),
+    ),
+    _on_gpu(
+        "apart",
+        Priority.PORTABLE,
+        *("sparse_mlp", "few"),
+        rejects=lambda _: None,
+        num_kernels=lambda traits: 6 + traits["has_norm"],
+        tags=("norm, router, choice and experts one by one",),
+    ),
+    Candidate(
+        family="sparse_mlp",
+        mode="few",
+        name="torch",
+        priority=Priority.REFERENCE,
+        tags=("deterministic",),
+        num_kernels=lambda _: 0,
+    ),
 )
 
 
@@ -242,13 +375,23 @@ def select_experts(kernel: str, target: Target, dtype: torch.dtype, traits: Trai
     Raises:
         ValueError: `kernel` is unknown or cannot serve; says why.
     """
+    return _select("experts", kernel, target, dtype, traits)
+
+
+def select_block(kernel: str, target: Target, dtype: torch.dtype, traits: Traits) -> str:
+    """As `select_experts`, for `sparse_mlp`."""
+    return _select("sparse_mlp", kernel, target, dtype, traits)
+
+
+def _select(family: str, kernel: str, target: Target, dtype: torch.dtype, traits: Traits) -> str:
+    traits = with_target(traits, target)
     kernel = by_tokens(kernel, traits["num_tokens"])
-    found = [c for c in CANDIDATES if c.family == "experts"]
+    found = [c for c in CANDIDATES if c.family == family]
     reasons = {c.name: c.rejection(target, dtype, traits) for c in found}
     if kernel not in ("", *reasons):
-        raise ValueError(f"experts has no kernel {kernel}; there are {', '.join(reasons)}")
+        raise ValueError(f"{family} has no kernel {kernel}; there are {', '.join(reasons)}")
     if kernel and reasons[kernel] is not None:
-        raise ValueError(f"experts: kernel {kernel} {reasons[kernel]}")
+        raise ValueError(f"{family}: kernel {kernel} {reasons[kernel]}")
     return kernel or best_of([c for c in found if reasons[c.name] is None], traits).name
 
 
@@ -313,7 +456,17 @@ def pick_stream(traits: Traits) -> tuple[StreamConfig, StreamConfig]:
     table, more = _STREAM, _STREAM_MORE
     if traits["is_mxfp4"]:
         table, more = _STREAM_MXFP4, _STREAM_MXFP4_MORE
-    return next((c for most, c in table.items() if pairs <= most), more)
+    first, second = next((c for most, c in table.items() if pairs <= most), more)
+    return _held(first, traits), _held(second, traits)
+
+
+def _held(config: StreamConfig, traits: Traits) -> StreamConfig:
+    """With the stages, 2 at least, that shared memory holds where the device is known."""
+    if "arch" not in traits:
+        return config
+    stage = (config.rows + config.pairs) * config.block * 2
+    room = _SHARED_BYTES.get(traits["arch"], _SHARED_BYTES_ELSEWHERE)
+    return replace(config, stages=max(2, min(config.stages, room // stage)))
 
 
 def pick_tiles(traits: Traits) -> tuple[PairTilesConfig, PairTilesConfig]:

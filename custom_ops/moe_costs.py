@@ -1,8 +1,8 @@
-"""What calls of `route` and `experts` cost, their traits, and inputs for measurements."""
+"""What calls of `route`, `experts` and `sparse_mlp` cost, their traits, inputs for measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from compiled_engine.custom_ops import moe, moe_choice, reference_moe
 from compiled_engine.custom_ops.family_inputs import BenchCase, Shapes
+from compiled_engine.custom_ops.moe_block import BlockOperands, block_traits_of
+from compiled_engine.custom_ops.moe_operands import ExpertOperands
 from compiled_engine.custom_ops.registry import Target
 
 # The experts of Qwen3-30B-A3B: their number, those of a token, hidden and inner size.
@@ -40,6 +42,23 @@ def experts_bytes_flops(
     return moved, 2.0 * ids.numel() * 3 * hidden * inner
 
 
+def block_bytes_flops(
+    arguments: Mapping[str, Any], results: tuple[Any, ...], context: int
+) -> tuple[float, float]:
+    """As the experts, and the router's weight and the residual once."""
+    x, router, residual = (arguments[n] for n in ("x", "router", "residual"))
+    ids = torch.empty((x.shape[0], arguments["top_k"]), device="meta")
+    moved, flops = experts_bytes_flops({**arguments, "ids": ids}, results, context)
+    moved += sum(t.numel() * t.element_size() for t in (router, residual) if t is not None)
+    return moved, flops + 2.0 * x.shape[0] * router.numel()
+
+
+def block_traits(arguments: Mapping[str, Any], target: Target) -> dict[str, int]:
+    """Those of `moe_choice`."""
+    block = BlockOperands(*(arguments[n] for n in BlockOperands._fields))
+    return moe_choice.with_target(block_traits_of(block), target)
+
+
 def route_traits(arguments: Mapping[str, Any], target: Target) -> dict[str, int]:
     """Those of `moe_choice`, and the number of tokens."""
     logits = arguments["logits"]
@@ -53,7 +72,8 @@ def experts_traits(arguments: Mapping[str, Any], target: Target) -> dict[str, in
     x, gate_up, down, ids = (arguments[name] for name in names)
     biases = (arguments["gate_up_bias"], arguments["down_bias"])
     kinds = (arguments["activation"], arguments["format"])
-    return moe_choice.experts_traits(x, gate_up, down, ids, biases, *kinds)
+    found = moe_choice.experts_traits(x, gate_up, down, ids, biases, *kinds)
+    return moe_choice.with_target(found, target)
 
 
 def route_cases(shapes: Shapes, num_tokens: int, device: torch.device) -> Iterator[BenchCase]:
@@ -109,8 +129,32 @@ def experts_step(
     names = ("weights", "ids", "order", "offsets")
     routes = _routes(num_tokens, arguments["gate_up"].shape[0], top_k, device)
     made: dict[str, Any] = dict(zip(names, routes, strict=True))
+    return made | block_step(arguments, device, context)
+
+
+def block_step(arguments: Mapping[str, Any], device: torch.device, context: int) -> dict[str, Any]:
+    """Scales of about 1 of packed experts."""
+    made = {}
     for name in ("gate_up_scale", "down_scale"):
         scale = arguments[name]
         if scale is not None and scale.dtype == torch.uint8:
             made[name] = torch.full(scale.shape, 120, dtype=torch.uint8, device=device)
     return made
+
+
+def block_cases(shapes: Shapes, num_tokens: int, device: torch.device) -> Iterator[BenchCase]:
+    """The cases of `experts`, with norm, router and residual.
+
+    Logits are exact, so that all who compute them choose the same experts.
+    """
+    for case in experts_cases(shapes, num_tokens, device):
+        yield BenchCase(case.label, partial(_block_arguments, case.make))
+
+
+def _block_arguments(make_experts: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    operands = ExpertOperands(*make_experts()[:-1])
+    x = torch.where(operands.x < 0, -1.0, 1.0).to(operands.x.dtype)
+    router = torch.randint(-4, 5, (operands.num_experts, x.shape[1]), device=x.device) / 128
+    head = (x, torch.ones_like(x[0]), 1e-6, router.to(x.dtype), None, None)
+    routing = (operands.top_k, "softmax", True, 1, 1, 1.0)
+    return (*head, *routing, *operands[1:5], *operands[9:15], operands.x, "")

@@ -17,6 +17,7 @@ from compiled_engine.custom_ops.moe_choice import (
     route_kernel,
     route_traits,
     select_experts,
+    with_target,
 )
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
 from compiled_engine.custom_ops.registry import Target
@@ -52,18 +53,31 @@ def experts_cuda(*arguments: Any, impl: str = "") -> Tensor:
     Raises:
         ValueError: as `moe_choice.select_experts`.
     """
-    count = len(ExpertOperands._fields)
+    count = len(ExpertOperands._fields) - 1  # without a residual
     operands = ExpertOperands(*arguments[:count])
-    traits = traits_of(operands)
     impl = arguments[count] if len(arguments) > count else impl
-    kernel = select_experts(impl, Target.of(operands.x.device), operands.x.dtype, traits)
-    return run_experts(kernel, operands, traits)
+    return run_experts(impl, operands)
 
 
-def run_experts(kernel: str, operands: ExpertOperands, traits: dict[str, int]) -> Tensor:
+def run_experts(impl: str, operands: ExpertOperands) -> Tensor:
+    """Runs `impl`, or the best kernel if that is empty, and adds the residual.
+
+    Raises:
+        ValueError: as `moe_choice.select_experts`.
+    """
+    target = Target.of(operands.x.device)
+    traits = with_target(traits_of(operands), target)
+    kernel = select_experts(impl, target, operands.x.dtype, traits)
+    return run_kernel(kernel, operands, traits)
+
+
+def run_kernel(kernel: str, operands: ExpertOperands, traits: dict[str, int]) -> Tensor:
     """Runs a kernel that can serve."""
     if operands.ids.numel() == 0:
         return torch.zeros_like(operands.x)
+    if kernel in ("library", "torch") and operands.residual is not None:
+        y = run_kernel(kernel, operands._replace(residual=None), traits)
+        return operands.residual + y
     if kernel == "packed":
         from compiled_engine.custom_ops.moe_packed import launch_packed_experts
 
@@ -85,4 +99,4 @@ def run_experts(kernel: str, operands: ExpertOperands, traits: dict[str, int]) -
 
         return run_library(operands)
     assert kernel == "torch", kernel
-    return reference_moe.experts(*operands)
+    return reference_moe.experts(*operands[:-1])

@@ -8,7 +8,11 @@ from torch import Tensor
 
 
 class ExpertOperands(NamedTuple):
-    """Arguments of `experts`, in order and without the kernel's name; see `reference_moe`."""
+    """Arguments of `experts`, in order and without the kernel's name; see `reference_moe`.
+
+    Attributes:
+        residual: [T, h] that the sum is added to, which the op `experts` itself does not take.
+    """
 
     x: Tensor
     gate_up: Tensor
@@ -25,6 +29,12 @@ class ExpertOperands(NamedTuple):
     gate_up_scale: Tensor | None
     down_scale: Tensor | None
     format: str
+    residual: Tensor | None = None
+
+    @property
+    def residual_or_x(self) -> Tensor:
+        """The residual; x, which is not read, if there is none."""
+        return self.x if self.residual is None else self.residual
 
     @property
     def num_experts(self) -> int:
@@ -34,7 +44,7 @@ class ExpertOperands(NamedTuple):
     @property
     def top_k(self) -> int:
         """Experts of a token."""
-        return self.ids.shape[1]
+        return self.weights.shape[1]
 
     @property
     def inner_size(self) -> int:

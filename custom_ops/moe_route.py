@@ -89,7 +89,7 @@ def _in_best_groups(
 
 
 @triton.jit
-def _scores(
+def score_tokens(
     logits: tl.tensor,
     stride: tl.tensor,
     token: tl.tensor,
@@ -114,7 +114,7 @@ def _scores(
 
 
 @triton.jit
-def _choose(
+def choose_experts(
     scores: tl.tensor,
     choice: tl.tensor,
     expert: tl.tensor,
@@ -191,13 +191,15 @@ def route_kernel(
     wait_for_previous(PDL)
     for step in range(steps):
         token = (tile * steps + step) * ROWS + tl.arange(0, ROWS)[:, None]
-        scores = _scores(logits, stride, token, expert, num_tokens, EXPERTS, SOFTMAX)
+        scores = score_tokens(logits, stride, token, expert, num_tokens, EXPERTS, SOFTMAX)
         choice = scores
         if HAS_BIAS:
             choice += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
         if GROUPS > 1:
             choice = _in_best_groups(choice, expert, EXPERTS, GROUPS, TOP_GROUPS, ROWS)
-        chosen, best, number = _choose(scores, choice, expert, K, EXPERTS, ROWS, PADDED, PADDED_K)
+        chosen, best, number = choose_experts(
+            scores, choice, expert, K, EXPERTS, ROWS, PADDED, PADDED_K
+        )
         if RENORMALIZE:
             chosen = chosen / (tl.sum(chosen, axis=1, keep_dims=True) + _TINY)
         mask = (token < num_tokens) & (column < K)

@@ -152,7 +152,8 @@ def rows_gate_up_kernel(
 @triton.jit
 def rows_down_kernel(
     inner: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, weights: tl.tensor,
-    ids: tl.tensor, out: tl.tensor, K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
+    ids: tl.tensor, residual: tl.tensor, out: tl.tensor, residual_stride: tl.tensor,
+    HAS_RESIDUAL: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
     FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
     AHEAD: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -201,12 +202,15 @@ def rows_down_kernel(
             added = tl.load(bias + experts[i // PARTS] * SIZE + row).to(tl.float32)
             y += shares[i // PARTS] * added
     y += tl.sum(sums, axis=1)
+    if HAS_RESIDUAL:
+        at = residual + token.to(tl.int64) * residual_stride + output
+        y += tl.load(at, mask=output < SIZE, other=0.0).to(tl.float32)
     place = out + token.to(tl.int64) * SIZE + output
     tl.store(place, y.to(out.dtype.element_ty), mask=output < SIZE)
 
 
 def launch_rows(operands: ExpertOperands, first: RowsConfig, second: RowsConfig) -> Tensor:
-    """As `reference_moe.experts`; the configs of the two products."""
+    """As `reference_moe.experts`, and the residual if there is; the configs of the products."""
     x, num_pairs = operands.x, operands.ids.numel()
     constants = common_constants(operands)
     pdl, size, inner_size = constants["PDL"], constants["SIZE"], constants["INNER"]
@@ -227,7 +231,8 @@ def launch_rows(operands: ExpertOperands, first: RowsConfig, second: RowsConfig)
     blocks = operands.top_k * triton.cdiv(inner_size, second.block)
     rows_down_kernel[(x.shape[0] * triton.cdiv(size, second.outputs),)](
         inner, operands.down, operands.scale(1), operands.bias(1), operands.weights, operands.ids,
-        out,
+        operands.residual_or_x, out, operands.residual_or_x.stride(0),
+        HAS_RESIDUAL=operands.residual is not None,
         OUTPUTS=second.outputs,
         BLOCK=second.block,
         AHEAD=min(second.ahead, blocks),

@@ -34,16 +34,38 @@ def _load_pairs(
 
 
 @triton.jit
+def _listed(
+    table: tl.tensor, expert: tl.tensor, num_tokens: tl.tensor, K: tl.constexpr,
+    TOKENS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """An expert's pairs by token, their place among them, both [1, TOKENS], and how many."""
+    token = tl.arange(0, TOKENS)[None, :]
+    at = table + expert * num_tokens + token
+    number = tl.load(at, mask=token < num_tokens, other=-1, volatile=True).to(tl.int32)
+    chosen = (number >= 0).to(tl.int32)
+    place = tl.where(number >= 0, tl.cumsum(chosen, axis=1) - 1, -1)
+    return token * K + number, place, tl.sum(tl.sum(chosen, axis=1), axis=0)
+
+
+@triton.jit
+def _picked(pair: tl.tensor, place: tl.tensor, at: tl.tensor) -> tl.tensor:
+    """The pairs at the places `at` [PAIRS], 0 where there is none."""
+    return tl.sum(tl.where(place == at[:, None], pair, 0), axis=1)
+
+
+@triton.jit
 def stream_gate_up_kernel(
     x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, order: tl.tensor,
     offsets: tl.tensor, inner: tl.tensor, x_stride: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
-    K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, OUTPUTS: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    num_tokens: tl.tensor, TOKENS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
+    INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
+    OUTPUTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: programs for each expert's `OUTPUTS` inner values, all those of an expert in a row.
 
-    inner: [pairs, INNER], in the order of `order`.
+    inner: [pairs, INNER], in the order of `order`. With `TOKENS`, the number of tokens rounded up,
+    `order` is the table of `choose_kernel`, and inner is in the order of pairs.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     TILES: tl.constexpr = (INNER + OUTPUTS - 1) // OUTPUTS
@@ -52,12 +74,20 @@ def stream_gate_up_kernel(
     row = tl.minimum(output, INNER - 1)
     wait_for_previous(PDL)
     let_next_start(PDL)
-    begin = tl.load(offsets + expert)
-    end = tl.load(offsets + expert + 1)
+    if TOKENS > 0:
+        listed, listed_at, end = _listed(order, expert, num_tokens, K, TOKENS)
+        begin = 0
+    else:
+        begin = tl.load(offsets + expert)
+        end = tl.load(offsets + expert + 1)
     for first in range(begin, end, PAIRS):
         at = first + tl.arange(0, PAIRS)
         is_pair = at < end
-        token = tl.load(order + at, mask=is_pair, other=0) // K
+        if TOKENS > 0:
+            at = _picked(listed, listed_at, at)
+            token = at // K
+        else:
+            token = tl.load(order + at, mask=is_pair, other=0) // K
         place = x + token.to(tl.int64) * x_stride
         gate = tl.zeros((OUTPUTS, PAIRS), tl.float32)
         up = tl.zeros((OUTPUTS, PAIRS), tl.float32)
@@ -84,15 +114,15 @@ def stream_gate_up_kernel(
 @triton.jit
 def stream_down_kernel(
     inner: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, order: tl.tensor,
-    offsets: tl.tensor, results: tl.tensor, K: tl.constexpr, SIZE: tl.constexpr,
-    INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
-    PDL: tl.constexpr,
+    offsets: tl.tensor, results: tl.tensor, num_tokens: tl.tensor, TOKENS: tl.constexpr,
+    K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: programs for each expert's `OUTPUTS` values, all those of an expert in a row.
 
-    inner: as the kernel before left it. results: [pairs, SIZE], pair by pair, not sorted. Offsets
-    were written before the kernel in front of this one let it start.
+    inner: as the kernel before left it. results: [pairs, SIZE], pair by pair, not sorted. Offsets,
+    or the table, were written before the kernel in front of this one let it start.
     """
     let_next_start(PDL)
     dtype: tl.constexpr = results.dtype.element_ty
@@ -100,12 +130,18 @@ def stream_down_kernel(
     expert = tl.program_id(0) // TILES
     output = tl.program_id(0) % TILES * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.minimum(output, SIZE - 1)
-    begin = tl.load(offsets + expert, volatile=True)
-    end = tl.load(offsets + expert + 1, volatile=True)
+    if TOKENS > 0:
+        listed, listed_at, end = _listed(order, expert, num_tokens, K, TOKENS)
+        begin = 0
+    else:
+        begin = tl.load(offsets + expert, volatile=True)
+        end = tl.load(offsets + expert + 1, volatile=True)
     wait_for_previous(PDL)
     for first in range(begin, end, PAIRS):
         at = first + tl.arange(0, PAIRS)
         is_pair = at < end
+        if TOKENS > 0:
+            at = _picked(listed, listed_at, at)
         place = inner + at.to(tl.int64) * INNER
         y = tl.zeros((OUTPUTS, PAIRS), tl.float32)
         for column in tl.range(0, INNER, BLOCK, num_stages=STAGES):
@@ -116,17 +152,20 @@ def stream_down_kernel(
             y = tl.dot(w, values, y)
         if HAS_BIAS:
             y += tl.load(bias + expert * SIZE + row).to(tl.float32)[:, None]
-        pair = tl.load(order + at, mask=is_pair, other=0)
+        pair = at
+        if TOKENS == 0:
+            pair = tl.load(order + at, mask=is_pair, other=0)
         target = results + pair.to(tl.int64)[None, :] * SIZE + output[:, None]
         tl.store(target, y.to(dtype), mask=is_pair[None, :] & (output < SIZE)[:, None])
 
 
 @triton.jit
 def sum_kernel(
-    results: tl.tensor, weights: tl.tensor, out: tl.tensor, K: tl.constexpr, SIZE: tl.constexpr,
+    results: tl.tensor, weights: tl.tensor, residual: tl.tensor, out: tl.tensor,
+    residual_stride: tl.tensor, K: tl.constexpr, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`out[t] = sum_j weights[t, j] * results[t * K + j]`, in fp32, rounded once.
+    """`out[t] = residual[t] + sum_j weights[t, j] * results[t * K + j]`, in fp32, rounded once.
 
     Grid: programs for each token's `BLOCK` columns, all those of a token in a row.
     """
@@ -140,19 +179,23 @@ def sum_kernel(
     for j in tl.static_range(K):
         values = tl.load(results + (token * K + j) * SIZE + column, mask=mask, other=0.0)
         total += tl.load(weights + token * K + j) * values.to(tl.float32)
+    if HAS_RESIDUAL:
+        added = tl.load(residual + token * residual_stride + column, mask=mask, other=0.0)
+        total += added.to(tl.float32)
     tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=mask)
 
 
 def sum_pairs(results: Tensor, operands: ExpertOperands) -> Tensor:
-    """The weighted sums [T, h] of each token's pairs [T * k, h]."""
+    """The weighted sums [T, h] of each token's pairs [T * k, h], and the residual if there is."""
     x, pdl = operands.x, common_constants(operands)["PDL"]
     num_tokens, size = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block = min(SUM_BLOCK, triton.next_power_of_2(size))
     sum_kernel[(num_tokens * triton.cdiv(size, block),)](
-        results, operands.weights, out,
+        results, operands.weights, operands.residual_or_x, out, operands.residual_or_x.stride(0),
         K=operands.top_k,
         SIZE=size,
+        HAS_RESIDUAL=operands.residual is not None,
         BLOCK=block,
         PDL=pdl,
         num_warps=max(1, block // 256),
@@ -162,8 +205,14 @@ def sum_pairs(results: Tensor, operands: ExpertOperands) -> Tensor:
 
 
 def launch_stream(operands: ExpertOperands, first: StreamConfig, second: StreamConfig) -> Tensor:
-    """As `reference_moe.experts`; the configs of the two products."""
-    x, num_pairs = operands.x, operands.ids.numel()
+    """As `reference_moe.experts`; the configs of the two products.
+
+    `operands.order` may be the table of `choose_kernel`, int8; then ids and offsets are not read.
+    """
+    x, num_pairs = operands.x, operands.weights.numel()
+    num_tokens = x.shape[0]
+    is_table = operands.order.dtype == torch.int8
+    tokens = max(16, triton.next_power_of_2(num_tokens)) if is_table else 0
     constants = common_constants(operands)
     size, inner_size, pdl = constants["SIZE"], constants["INNER"], constants["PDL"]
     inner = x.new_empty((num_pairs, inner_size))
@@ -171,7 +220,8 @@ def launch_stream(operands: ExpertOperands, first: StreamConfig, second: StreamC
     outputs = first.rows // 2
     stream_gate_up_kernel[(operands.num_experts * triton.cdiv(inner_size, outputs),)](
         x, operands.gate_up, operands.scale(0), operands.bias(0), operands.order, operands.offsets,
-        inner, x.stride(0), operands.alpha, operands.limit,
+        inner, x.stride(0), operands.alpha, operands.limit, num_tokens,
+        TOKENS=tokens,
         CLAMPED=operands.activation == "swiglu_clamped",
         OUTPUTS=outputs,
         PAIRS=first.pairs,
@@ -183,7 +233,8 @@ def launch_stream(operands: ExpertOperands, first: StreamConfig, second: StreamC
     )  # fmt: skip
     stream_down_kernel[(operands.num_experts * triton.cdiv(size, second.rows),)](
         inner, operands.down, operands.scale(1), operands.bias(1), operands.order,
-        operands.offsets, results,
+        operands.offsets, results, num_tokens,
+        TOKENS=tokens,
         OUTPUTS=second.rows,
         PAIRS=second.pairs,
         BLOCK=second.block,

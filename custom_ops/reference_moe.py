@@ -1,4 +1,4 @@
-"""Plain PyTorch bodies of the ops of mixtures of experts: `route` and `experts`.
+"""Plain PyTorch bodies of the ops of mixtures of experts: `route`, `experts`, `sparse_mlp`.
 
 T tokens, E experts, k experts a token (`top_k`), h hidden size, i inner size of an expert. A pair
 is a token and one of its experts; pair `t * k + j` is token t's j-th choice.
@@ -6,10 +6,12 @@ is a token and one of its experts; pair `t * k + j` is token t's j-th choice.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.reference import gated_activation, linear
+from compiled_engine.custom_ops.reference import gated_activation, linear, rms_norm
 from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS, dequantize
 
 # Keeps the sum of chosen scores, which may all have underflowed, from being divided by as 0.
@@ -154,3 +156,65 @@ def experts(
         weight = torch.where(chosen, weights, 0.0).sum(-1, keepdim=True)
         total = torch.where(chosen.any(-1, keepdim=True), total + weight * y, total)
     return total.to(x.dtype)
+
+
+def sparse_mlp(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    router: Tensor,
+    router_bias: Tensor | None,
+    score_bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    top_groups: int,
+    scale: float,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    alpha: float,
+    limit: float,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    format: str,
+    residual: Tensor | None,
+    impl: str = "",
+) -> Tensor:
+    """`residual + experts(y, route(linear(y, router)))` with `y = rms_norm(x, norm_weight)`.
+
+    Args:
+        x: [T, h].
+        norm_weight: [h]; None leaves the norm out.
+        eps: of the norm.
+        router: [E, h].
+        router_bias: [E] in the dtype of `x`, or None.
+        score_bias: the `bias` of `route`.
+        top_k: of `route`, like those up to `scale`.
+        scoring: see `route`.
+        renormalize: see `route`.
+        num_groups: see `route`.
+        top_groups: see `route`.
+        scale: see `route`.
+        gate_up: of `experts`, like those up to `format`.
+        down: see `experts`.
+        gate_up_bias: see `experts`.
+        down_bias: see `experts`.
+        activation: see `experts`.
+        alpha: see `experts`.
+        limit: see `experts`.
+        gate_up_scale: see `experts`.
+        down_scale: see `experts`.
+        format: see `experts`.
+        residual: [T, h] in the dtype of `x`, or None.
+        impl: chooses who computes; "" is the best one.
+    """
+    x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+    choice = (top_k, scoring, renormalize, num_groups, top_groups, scale)
+    routes = route(linear(x, router, router_bias), score_bias, *choice)
+    kind: tuple[Any, ...] = (activation, alpha, limit, gate_up_scale, down_scale, format)
+    y = experts(x, gate_up, down, gate_up_bias, down_bias, *routes, *kind)
+    return y if residual is None else y + residual

@@ -21,6 +21,7 @@ NOT_FOR: Mapping[str, Mapping[str, str]] = MappingProxyType(
                 "fuse_attention_quant": "the CPU's kernel writes the dtype of the queries",
                 "decode_attention": "the CPU's kernel takes decode rows and prompts alike",
                 "fuse_linear": "its op has kernels for GPUs only",
+                "fuse_sparse_mlp": "its op has kernels for GPUs only",
                 "use_library_op": "it calls a GPU's library",
             }
         ),

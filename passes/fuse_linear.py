@@ -31,7 +31,7 @@ from compiled_engine.passes.pattern import (
 NAME = "fuse_linear"
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """A product with a weight: `node = x @ weight.T + bias`."""
 
     node: Node
@@ -47,7 +47,7 @@ def apply(graph: Graph) -> int:
     for overload in (aten.mm.default, aten.addmm.default):
         for node in calls(graph, overload):
             # Looked at one by one: an earlier rewrite may have changed what this one reads.
-            product = _product(node)
+            product = product_of(node)
             if product is not None:
                 _replace(graph, product)
                 matches += 1
@@ -58,7 +58,7 @@ def use_plain(graph: Graph) -> int:
     """Products without a bias, with a residual at most; returns how many became the op."""
     matches = 0
     for node in calls(graph, torch.ops.aten.mm.default):
-        product = _product(node)
+        product = product_of(node)
         if product is None:
             continue
         output, residual = node, None
@@ -71,7 +71,8 @@ def use_plain(graph: Graph) -> int:
     return matches
 
 
-def _product(node: Node) -> _Product | None:
+def product_of(node: Node) -> Product | None:
+    """The product that `node`, an `mm` or `addmm`, is, if `fused_linear` may compute it."""
     aten = torch.ops.aten
     if node.kwargs:
         return None
@@ -91,10 +92,10 @@ def _product(node: Node) -> _Product | None:
         return None
     if bias is not None and values[2].shape != values[1].shape[:1]:
         return None
-    return _Product(node, x, weight, bias if isinstance(bias, Node) else None)
+    return Product(node, x, weight, bias if isinstance(bias, Node) else None)
 
 
-def _replace(graph: Graph, product: _Product) -> None:
+def _replace(graph: Graph, product: Product) -> None:
     x, norm_weight, eps = product.x, None, 0.0
     if x.target is torch.ops.ce.rms_norm.default and is_like(x.args[0], x):
         x, norm_weight, eps = x.args  # type: ignore[assignment]

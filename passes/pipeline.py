@@ -36,6 +36,7 @@ from compiled_engine.passes import (
     fuse_linear,
     fuse_norm_quant,
     fuse_qk_norm_rope_kv,
+    fuse_sparse_mlp,
     lift_gated_activation,
     lift_rms_norm,
     lift_rope,
@@ -72,6 +73,7 @@ FUSIONS: tuple[ModuleType, ...] = (
     decode_attention,
     lower_quantized_linear,
     lower_scaled_linear,
+    fuse_sparse_mlp,
     fuse_linear,
     use_library_op,
     fuse_add_rms_norm,
@@ -92,8 +94,8 @@ class PieceTraits:
     Attributes:
         is_decode: every token may be taken as a sequence of its own (`decode_attention`).
         is_few: never more tokens than the kernels for few rows take (`fuse_linear`,
-            `lower_quantized_linear`); the others give plain products to the library
-            (`use_library_op`).
+            `fuse_sparse_mlp`, `lower_quantized_linear`); the others give plain products to the
+            library (`use_library_op`).
         is_foreign: made from code that does not call our ops (`LIFTS`).
     """
 
@@ -106,6 +108,7 @@ class PieceTraits:
         kept = {
             decode_attention.NAME: self.is_decode,
             fuse_linear.NAME: self.is_few,
+            fuse_sparse_mlp.NAME: self.is_few,
             lower_quantized_linear.NAME: self.is_few,
             use_library_op.NAME: not self.is_few,
         }
@@ -162,12 +165,13 @@ class PassPipeline(CustomGraphPass):
         on_choice: choose_kernels.OnChoice | None = None,
     ) -> None:
         check_names(disabled, "disable")
+        self.registry = registry or make_registry()
+        disabled = (*disabled, *_in_the_way(self.registry))
         self.fusions = tuple(m for m in FUSIONS if m.NAME not in disabled)
         self.late_passes = tuple(m for m in LATE_PASSES if m.NAME not in disabled)
         self.kept_ops = kept_ops
         self.on_pass = on_pass
         self.dump = dump
-        self.registry = registry or make_registry()
         self.kept_ops -= _asked_plain(self.registry)
         self.target = target
         self.on_choice = on_choice
@@ -227,6 +231,13 @@ def _asked_plain(registry: KernelRegistry) -> frozenset[str]:
         and family.op.is_expandable
         and registry.override(family.family, family.mode) == "torch"
     )
+
+
+def _in_the_way(registry: KernelRegistry) -> tuple[str, ...]:
+    """Passes that would hide an op of which an option names the kernel."""
+    parts = (("experts", "grouped"), ("route", "top_k"))
+    is_asked = any(registry.override(*part) is not None for part in parts)
+    return (fuse_sparse_mlp.NAME,) if is_asked else ()
 
 
 def _expand_mutable(graph: Graph, op: OpSpec) -> int:

@@ -38,6 +38,7 @@ MORE_PARAMETERS = {
     "custom_ops/sampling.py:sample_rows_reference": OP_SCHEMA,
     "custom_ops/reference_moe.py:route": OP_SCHEMA,
     "custom_ops/reference_moe.py:experts": OP_SCHEMA,
+    "custom_ops/reference_moe.py:sparse_mlp": OP_SCHEMA,
     "custom_ops/moe.py:_route_fake": OP_SCHEMA,
     "custom_ops/moe.py:experts_cpu": OP_SCHEMA,
     "custom_ops/sampling_triton.py:sample_tokens": OP_SCHEMA,
