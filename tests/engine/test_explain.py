@@ -166,21 +166,25 @@ def test_each_kind_of_layer_is_a_piece(tmp_path):
     assert sorted(i for p in layers for i in p.layers) == list(range(report.num_layers))
     assert len(layers) == 2, "windows alternate"
     for layer in layers:
-        experts = [row for row in layer.kernels if row.name == "ce.experts"]
-        assert len(experts) == 1
-        assert experts[0].num_bytes > 0
+        mixtures = [row for row in layer.kernels if row.name == "ce.sparse_mlp"]
+        assert len(mixtures) == 1
+        assert mixtures[0].num_bytes > 0
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_a_mixture_without_a_file_says_what_was_lifted(tmp_path):
     write_hf_config(tmp_path, "olmoe")
     write_tiny_tokenizer(tmp_path)
-    layer = piece(explained(tmp_path, 8), "layer")
-    made = {row.name: row.made_by for row in layer.kernels}
+    apart = piece(explained(tmp_path, 8, kernels=("experts=stream",)), "layer")
+    made = {row.name: row.made_by for row in apart.kernels}
     assert made["ce.route"] == ("lift_route",)
     assert "ce.experts" in made
-    matches = {p.name: p.matches for p in layer.passes}
-    assert (matches["lift_route"], matches["lift_gated_activation"]) == (1, 0)
+    whole = piece(explained(tmp_path, 8), "layer")
+    (mixture,) = [row for row in whole.kernels if row.name == "ce.sparse_mlp"]
+    assert (mixture.kernel, mixture.made_by) == ("stream", ("fuse_sparse_mlp",))
+    for layer in (apart, whole):
+        matches = {p.name: p.matches for p in layer.passes}
+        assert (matches["lift_route"], matches["lift_gated_activation"]) == (1, 0)
 
 
 def test_an_option_reaches_the_choice(folder):
