@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_engine.custom_ops.quant import SCALED_PAIRS
 from compiled_engine.custom_ops.quant_packed import PackedConfig, QuantOperands, packed_rejects
-from compiled_engine.custom_ops.quant_scaled import scaled_mm_rejects
+from compiled_engine.custom_ops.quant_scaled import int_mm_rejects, scaled_mm_rejects
 from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS, WEIGHT_FORMATS
 from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits
 from compiled_engine.custom_ops.toolchain import has_nvrtc
@@ -59,7 +59,6 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
         "format": WEIGHT_FORMATS.index(format),
         "is_gated": operands.is_gated,
         "is_packed": is_packed,
-        "has_heavy_scales": format in ("fp8_block", "fp8_token_block", "int4_group"),
         "has_activation_format": bool(operands.activation_format),
         "is_scaled_pair": (format, operands.activation_format) in SCALED_PAIRS,
         # several tokens come as bytes
@@ -78,15 +77,20 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
 
 
 def _is_aligned(operands: QuantOperands) -> bool:
-    """Whether rows of x and the weight start at multiples of 16 bytes; storage itself does."""
+    """Whether rows of x and the weight start at multiples of 16 bytes; storage itself does.
+
+    Scales are copied by words of 4 bytes.
+    """
     x = operands.x
     norm_weight = operands.norm_weight
+    scales = [t for t in (operands.scale, operands.zero) if t is not None]
     return (
         (x.shape[0] == 1 or x.stride(0) % 8 == 0)
         and x.storage_offset() % 8 == 0
         and operands.row_bytes % 16 == 0
         and operands.weight.storage_offset() * operands.weight.element_size() % 16 == 0
         and (norm_weight is None or norm_weight.storage_offset() % 8 == 0)
+        and all(t.storage_offset() * t.element_size() % 4 == 0 for t in scales)
     )
 
 
@@ -105,6 +109,7 @@ def scaled_linear_traits(
         "size": q.shape[1],
         "stored": weight.shape[1],
         "is_fp8": q.dtype == torch.float8_e4m3fn,
+        "is_int8": format == "int8_channel" and q.dtype == torch.int8,
         "in_blocks": activation_format == "fp8_block",
         "has_token_blocks": format == "fp8_token_block",
         "has_one_scale": format == "fp8_tensor" and activation_format == "fp8_tensor",
@@ -114,42 +119,28 @@ def scaled_linear_traits(
     }
 
 
-# Sizes by the bits of a weight's values and whether its rows are long, as measured on an H200: for
-# one token, and for more, up to so many.
+# Sizes by the bits of a weight's values and whether its rows are long: for one token, and for more,
+# up to so many.
 _ONE = {
-    (8, False): PackedConfig(1, 8, 2, 2),
-    (8, True): PackedConfig(1, 8, 4, 2),
-    (4, False): PackedConfig(1, 8, 2, 3, 3),
-    (4, True): PackedConfig(1, 16, 1, 2),
+    (8, False): PackedConfig(1, 8, 6, 2, 1),
+    (8, True): PackedConfig(1, 8, 5, 2, 1),
+    (4, False): PackedConfig(1, 8, 5, 2, 1),
+    (4, True): PackedConfig(1, 8, 4, 2, 1),
 }
 _MORE = {
-    8: {
-        (8, False): PackedConfig(2, 8, 1, 2),
-        (8, True): PackedConfig(1, 8, 4, 2),
-        (4, False): PackedConfig(4, 8, 1, 1),
-        (4, True): PackedConfig(4, 8, 1, 1),
-    },
-    32: {
-        (8, False): PackedConfig(4, 8, 1, 1),
-        (8, True): PackedConfig(2, 8, 2, 1),
-        (4, False): PackedConfig(2, 8, 1, 1),
-        (4, True): PackedConfig(2, 8, 1, 1),
-    },
+    8: {8: PackedConfig(2, 8, 2, 2, 2), 4: PackedConfig(2, 8, 2, 1, 1)},
+    16: {8: PackedConfig(2, 8, 2, 1, 1), 4: PackedConfig(2, 8, 2, 1, 1)},
+    32: {8: PackedConfig(4, 8, 2, 1, 1), 4: PackedConfig(2, 8, 2, 1, 1)},
 }
-# The same where scales take registers that these leave too few of.
-_HEAVY_ONE = PackedConfig(1, 8, 2, 2)
-_HEAVY_MORE = PackedConfig(2, 8, 1, 1)
 _LONG_SIZE = 8192
 
 
 def pick_config(traits: Traits) -> PackedConfig:
     """Sizes of the kernel "packed"; they can be made for every product it takes."""
-    kind = (4 if traits["is_packed"] else 8, traits["size"] > _LONG_SIZE)
-    if traits["has_heavy_scales"] and traits["num_tokens"] != 1:
-        return _HEAVY_MORE
+    bits = 4 if traits["is_packed"] else 8
     if traits["num_tokens"] == 1:
-        return _HEAVY_ONE if traits["has_heavy_scales"] else _ONE[kind]
-    return next(configs for limit, configs in _MORE.items() if traits["num_tokens"] <= limit)[kind]
+        return _ONE[bits, traits["size"] > _LONG_SIZE]
+    return next(configs for limit, configs in _MORE.items() if traits["num_tokens"] <= limit)[bits]
 
 
 def _rejects_packed(traits: Traits) -> str | None:
@@ -239,6 +230,17 @@ CANDIDATES = (
         dtypes=DTYPES,
         rejects=scaled_mm_rejects,
         tags=("the library",),
+    ),
+    Candidate(
+        family="scaled_linear",
+        mode="product",
+        name="int_mm",
+        priority=Priority.SPECIALIZED,
+        device_type="cuda",
+        min_arch=80,
+        dtypes=DTYPES,
+        rejects=int_mm_rejects,
+        tags=("the library's sums of integers, then a kernel that scales them",),
     ),
     Candidate(
         family="scaled_linear",

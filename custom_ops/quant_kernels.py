@@ -23,7 +23,7 @@ from compiled_engine.custom_ops.quant_choice import (
     scaled_linear_traits,
 )
 from compiled_engine.custom_ops.quant_packed import QuantOperands, launch_packed
-from compiled_engine.custom_ops.quant_scaled import ScaledOperands, scaled_mm
+from compiled_engine.custom_ops.quant_scaled import ScaledOperands, int_mm, scaled_mm
 from compiled_engine.custom_ops.registry import Target, Traits, best_of, by_tokens
 
 MIN_ARCH = 89  # that converts 8-bit floats
@@ -178,6 +178,8 @@ def scaled_linear_cuda(
     kernel = select_kernel("scaled_linear", impl, Target.of(q.device), dtype, traits)
     if kernel == "scaled_mm":
         return scaled_mm(operands)
+    if kernel == "int_mm":
+        return int_mm(operands)
     if kernel == "triton":
         from compiled_engine.custom_ops import quant_scaled_triton
 

@@ -49,6 +49,9 @@ _ROW_BLOCKS = {"fp8_block": BLOCK, "fp8_token_block": 1}
 # Kinds of x, and what a token in shared memory is quantised to.
 VALUES, E4M3, INT8, SHARED = 0, 1, 2, 3
 _QUANT = {"": 0, "fp8_token": 1, "fp8_tensor": 1, "fp8_block": 2, "int8_token": 3}
+# One token of bfloat16 is divided by a power of two and multiplied as fp16: weights without their
+# scales are exact in fp16.
+_SCALED = 4
 
 
 class QuantOperands(NamedTuple):
@@ -86,7 +89,7 @@ class PackedConfig:
     Attributes:
         sixteens: groups of 16 rows of the weight in a tile.
         warps: of a block of threads, that divide the columns.
-        ahead: pieces of 128 bytes of each row on their way to the registers of a warp.
+        ahead: pieces of 128 bytes of each row of a tile on their way to shared memory, of a warp.
         resident: blocks of threads for which a multiprocessor has registers.
         blocks: of threads, a multiprocessor, that take tiles in turn; 0: a block for every tile.
         is_apart: whether one token too is prepared by a kernel of its own.
@@ -153,14 +156,25 @@ class Variant:
 
     @property
     def ahead(self) -> int:
-        """Units on their way: not more than a warp has."""
-        return max(1, min(self.config.ahead, -(-self.num_units // self.config.warps)))
+        """Units on their way: as many of those asked for as shared memory holds."""
+        room = (MAX_SHARED_BYTES - self._shared_bytes(0)) // self.stage_bytes
+        return max(1, min(self.config.ahead, room))
 
     @property
     def warp_units(self) -> int:
         """Units of each warp in a tile, the same for all; some may lie behind the last column."""
-        units = -(-self.num_units // self.config.warps)
-        return -(-units // self.ahead) * self.ahead
+        return -(-self.num_units // self.config.warps)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a unit of all warps: weights, words with their scales, x."""
+        chunks, is_packed = 4 * self.config.sixteens, self.code >= 2
+        words = chunks * (2 if self.code == _CODES["int4_group"] else 1) if is_packed else 0
+        if self.row_block:
+            words = chunks // 2
+        piece = (2 if is_packed else 1) * (2 if self.kind == VALUES else 1)
+        pieces = 0 if self.kind == SHARED else self.tokens // 8 * 2 * piece
+        return 32 * self.config.warps * (16 * chunks + 4 * words + 16 * pieces)
 
     @property
     def padded_size(self) -> int:
@@ -175,10 +189,13 @@ class Variant:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as `csrc/packed/args.cuh` divides it."""
-        config = self.config
-        sums = config.warps * 16 * config.sixteens * (self.tokens + 1) * 4
-        place = (sums + 256 + 15) // 16 * 16
+        return self._shared_bytes(self.ahead)
+
+    def _shared_bytes(self, ahead: int) -> int:
+        pitch = 2 if self.kind == SHARED else self.tokens + 1  # of one token, for two tiles
+        sums = self.config.warps * 16 * self.config.sixteens * pitch * 4
         token = self.padded_size * 2 + self.padded_size // BLOCK * 4
+        place = (sums + 256 + 15) // 16 * 16 + ahead * self.stage_bytes
         return place + (token if self.kind == SHARED else 0)
 
     @property
@@ -213,9 +230,10 @@ class Variant:
 def prepare(operands: QuantOperands, config: PackedConfig) -> Prepared:
     """x as the kernel takes it; runs the kernels that several tokens need for it."""
     x, activation_format = operands.x, operands.activation_format
-    needs_work = operands.norm_weight is not None or activation_format
-    if x.shape[0] == 1 and needs_work and not config.is_apart:
+    if x.shape[0] == 1 and not config.is_apart:
         quant = _QUANT[activation_format]
+        if not quant and x.dtype == torch.bfloat16:
+            quant = _SCALED
         return Prepared(x, operands.input_scale, SHARED, operands.norm_weight is not None, quant)
     if activation_format:
         from compiled_engine.custom_ops import quant_triton
@@ -298,8 +316,16 @@ def arguments(
         padded_size=variant.padded_size,
         row_scale_step=0 if row_scale is None or row_scale.numel() == 1 else 1,
         eps=operands.eps,
-        factor=(128.0 if variant.multiplies_halves else 512.0) if format == "nvfp4" else 1.0,
+        factor=_factor(format, variant),
     )
+
+
+def _factor(format: str, variant: Variant) -> float:
+    """What undoes the powers of two in the kernel's sums; see `widen_word` and `widen_scales`."""
+    if format == "nvfp4":
+        alone = 2.0**14 if variant.kind == SHARED else 128.0
+        return alone if variant.multiplies_halves else 512.0
+    return 2.0**14 if format == "mxfp4" and variant.kind == SHARED else 1.0
 
 
 def grid_of(operands: QuantOperands, config: PackedConfig, num_processors: int) -> int:

@@ -43,6 +43,26 @@ def scaled_mm(operands: ScaledOperands) -> Tensor:
     )
 
 
+def int_mm(operands: ScaledOperands) -> Tensor:
+    """As `reference_quant.scaled_linear`, of int8: the library's sums, then their scales."""
+    from compiled_engine.custom_ops.quant_scaled_triton import scale_sums
+
+    return scale_sums(torch._int_mm(operands.q, operands.weight.T), operands)
+
+
+def int_mm_rejects(traits: Traits) -> str | None:
+    """What `torch._int_mm` cannot take; traits: those of `quant_choice.scaled_linear_traits`."""
+    rules = (
+        (traits["is_int8"], "multiplies int8 with scales of tokens and outputs only"),
+        (traits["num_tokens"] > 16, f"needs more than 16 tokens, not {traits['num_tokens']}"),
+        (traits["size"] == traits["stored"], "needs weights without columns behind the last"),
+        (traits["size"] % 8 == 0, "needs a multiple of 8 columns"),
+        (traits["rows"] % 8 == 0, "needs a multiple of 8 outputs"),
+        (traits["is_weight_contiguous"], "needs contiguous operands"),
+    )
+    return next((reason for is_met, reason in rules if not is_met), None)
+
+
 def scaled_mm_rejects(traits: Traits) -> str | None:
     """What the library cannot take; traits: those of `quant_choice.scaled_linear_traits`."""
     rules = (

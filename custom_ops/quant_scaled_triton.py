@@ -90,6 +90,51 @@ def _scaled_kernel(
     tl.store(places, y.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _scale_kernel(
+    sums: tl.tensor, q_scale: tl.tensor, scale: tl.tensor, bias: tl.tensor, out: tl.tensor,
+    num_tokens: tl.tensor, num_outputs: tl.tensor, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid: groups of `ROWS` tokens, blocks of outputs."""
+    let_next_start(PDL)
+    token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (token < num_tokens) & (output < num_outputs)
+    wait_for_previous(PDL)
+    place = token * num_outputs + output
+    y = tl.load(sums + place, mask=mask, other=0).to(tl.float32)
+    y *= tl.load(q_scale + token, mask=token < num_tokens, other=0.0)
+    y *= tl.load(scale + output, mask=output < num_outputs, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
+
+
+def scale_sums(sums: Tensor, operands: ScaledOperands) -> Tensor:
+    """int32 sums [T, n] of int8 times the scales of tokens and outputs, plus bias, in the dtype."""
+    out = sums.new_empty(sums.shape, dtype=operands.dtype)
+    num_tokens, num_outputs = sums.shape
+    is_pdl = has_pdl(sums.device)
+    rows, block = 4, 1024
+    _scale_kernel[(triton.cdiv(num_tokens, rows), triton.cdiv(num_outputs, block))](
+        sums,
+        operands.q_scale,
+        operands.weight_scale,
+        sums if operands.bias is None else operands.bias,
+        out,
+        num_tokens,
+        num_outputs,
+        HAS_BIAS=operands.bias is not None,
+        ROWS=rows,
+        BLOCK=block,
+        PDL=is_pdl,
+        num_warps=8,
+        launch_pdl=is_pdl,
+    )
+    return out
+
+
 def default_config(num_tokens: int, num_outputs: int) -> Config:
     """Sizes that suit the product."""
     if num_tokens <= 64:

@@ -28,9 +28,9 @@ from compiled_engine.custom_ops.triton_common import (
 )
 
 MAX_SIZE = 32768
-# Values of a program, and of a warp.
+# Values of a program, and of a warp and warps where there are rows for all multiprocessors, or not.
 TILE = 4096
-WARP_VALUES = 512
+MANY_ROWS, WARP_VALUES, MAX_WARPS = 264, (512, 1024), (16, 8)
 
 
 @triton.jit
@@ -124,9 +124,10 @@ def default_config(num_rows: int, size: int) -> Config:
     """Rows a program and warps that suit the size."""
     block = triton.next_power_of_2(max(size, SCALE_BLOCK))
     rows = 1
-    while rows * block < TILE and num_rows // (2 * rows) >= 264:
+    while rows * block < TILE and num_rows // (2 * rows) >= MANY_ROWS:
         rows *= 2
-    return Config(rows, min(16, max(1, rows * block // WARP_VALUES)))
+    values, most = WARP_VALUES[num_rows >= MANY_ROWS], MAX_WARPS[num_rows >= MANY_ROWS]
+    return Config(rows, min(most, max(1, rows * block // values)))
 
 
 def _constants(before: Before, activation_format: str) -> dict[str, Any]:

@@ -197,6 +197,9 @@ def test_unknown_or_unfit_kernels_are_refused():
         ({"in_blocks": 1, "arch": 100}, "triton"),
         ({"has_token_blocks": 1, "in_blocks": 1}, "triton"),
         ({"is_fp8": 0}, "triton"),
+        ({"is_fp8": 0, "is_int8": 1}, "int_mm"),
+        ({"is_fp8": 0, "is_int8": 1, "num_tokens": 16}, "triton"),
+        ({"is_fp8": 0, "is_int8": 1, "rows": 6140}, "triton"),
         ({"is_scaled_pair": 0, "is_fp8": 0}, "torch"),
     ],
 )

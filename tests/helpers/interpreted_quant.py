@@ -128,7 +128,13 @@ def check_scaled() -> None:
             args = (q, q_scale, packed.weight, packed.scale, bias, format, name, FP32)
             with readable_loop_bounds():
                 got = quant_scaled_triton.scaled_linear(ScaledOperands(*args), config=config)
-            assert_close(f"{format} {name}", got, reference_quant.scaled_linear(*args), factor=8)
+            want = reference_quant.scaled_linear(*args)
+            assert_close(f"{format} {name}", got, want, factor=8)
+            if format == "int8_channel":
+                sums = q.int() @ packed.weight.int().T
+                with readable_loop_bounds():
+                    got = quant_scaled_triton.scale_sums(sums, ScaledOperands(*args))
+                assert_close("scaled sums", got, want, factor=8)
 
 
 CHECKS = {"quantize": check_quantize, "dequantize": check_dequantize, "scaled": check_scaled}

@@ -11,6 +11,9 @@
 #ifndef FORMAT
 #define FORMAT MXFP4
 #endif
+#ifndef X_KIND
+#define X_KIND X_VALUES
+#endif
 #ifndef AHEAD
 #define AHEAD 1
 #endif
@@ -34,6 +37,22 @@ struct ExpertArgs {
     i32 top_k;
     i32 rows;  // of an expert's weight
 };
+
+// A unit of weights to registers. Behind the last column the last bytes come again; x is zero there.
+DEVICE void load_unit(const PackedArgs& args, Unit& unit, const Rows& at, i32 number, u64 policy) {
+#pragma unroll
+    for (i32 which = 0; which < 2; which++) {
+        u32 byte = byte_of(args, number, which);
+#pragma unroll
+        for (i32 m = 0; m < SIXTEENS; m++)
+#pragma unroll
+            for (i32 h = 0; h < 2; h++) {
+                Chunk& chunk = unit.chunks[m][h][which];
+                chunk.bytes = load_once(args.weight + (at.bytes[m][h] + byte), policy);
+                chunk.scale = load_byte(args.scale + scale_place(at.scales[m][h], byte * 2));
+            }
+    }
+}
 
 struct Range {
     i32 expert, begin, end;

@@ -1,4 +1,4 @@
-// Weights on their way to registers, and what they become there.
+// Weights on their way to shared memory and registers, and what they become there.
 #pragma once
 #include "x.cuh"
 
@@ -33,39 +33,72 @@ struct Rows {
     }
 };
 
-DEVICE i32 column_of(i32 unit, i32 which) { return unit * UNIT + which * 4 * CHUNK + (lane_id() & 3) * CHUNK; }
-
-DEVICE void load_scales(const PackedArgs& args, Chunk& chunk, u32 first, u32 column) {
-    if (FORMAT == NVFP4) chunk.scale = load_short(args.scale + (first + column / 16));
-    if (FORMAT == MXFP4) chunk.scale = load_byte(args.scale + (first + column / 32));
-    if (FORMAT == INT4) {
-        u32 place = first + (column >> GROUP_BITS);
-        chunk.scale = load_short(args.scale + (i64)place * 2);
-        chunk.zero = args.zero ? load_byte(args.zero + place) : 8;
-    }
+// The byte of memory in which the scales of a chunk begin; a chunk's lie within an aligned word.
+DEVICE u32 scale_place(u32 first, u32 column) {
+    if (FORMAT == NVFP4) return first + column / 16;
+    if (FORMAT == MXFP4) return first + column / 32;
+    return (first + (column >> GROUP_BITS)) * 2;
 }
 
 // Behind the last column the last bytes come again; x is zero there.
-DEVICE void load_unit(const PackedArgs& args, Unit& unit, const Rows& at, i32 number, u64 policy) {
+DEVICE u32 byte_of(const PackedArgs& args, i32 number, i32 which) {
+    return min(number * 128 + which * 64 + (lane_id() & 3) * 16, args.row_bytes - 16);
+}
+DEVICE i32 block_of(const PackedArgs& args, i32 number) { return min(number, args.scale_columns - 1); }
+
+// Starts the copies of a unit of weights: each thread to places that it alone reads. Without a cache policy:
+// the assembler of CUDA 12.8 to 13.3 may name a register that nothing wrote as the policy, an illegal instruction.
+DEVICE void copy_unit(const PackedArgs& args, char* stage, const Rows& at, i32 number) {
+    char *chunks = stage + threadIdx.x * 16, *words = stage + WORDS_PLACE + threadIdx.x * 4;
 #pragma unroll
     for (i32 which = 0; which < 2; which++) {
-        u32 byte = min(number * 128 + which * 64 + (lane_id() & 3) * 16, args.row_bytes - 16);
+        u32 byte = byte_of(args, number, which);
 #pragma unroll
         for (i32 m = 0; m < SIXTEENS; m++)
 #pragma unroll
             for (i32 h = 0; h < 2; h++) {
-                Chunk& chunk = unit.chunks[m][h][which];
-                chunk.bytes = load_once(args.weight + (at.bytes[m][h] + byte), policy);
-                if (IS_PACKED) load_scales(args, chunk, at.scales[m][h], byte * 2);
+                i32 i = (m * 2 + h) * 2 + which;
+                copy_async(chunks + i * THREADS * 16, args.weight + (at.bytes[m][h] + byte), 16);
+                if (!IS_PACKED) continue;
+                u32 place = scale_place(at.scales[m][h], byte * 2);
+                copy_word_async(words + i * THREADS * 4, args.scale + (place & ~3u));
+                if (FORMAT == INT4 && args.zero)
+                    copy_word_async(words + (CHUNKS + i) * THREADS * 4, args.zero + (place / 2 & ~3u));
             }
     }
     if (ROW_BLOCK)
 #pragma unroll
+        for (i32 i = 0; i < SIXTEENS * 2; i++)
+            copy_word_async(words + i * THREADS * 4, args.scale + (at.scales[i / 2][i % 2] + block_of(args, number)) * 4);
+}
+
+// A unit that has arrived; `at` are the rows of its tile.
+DEVICE void read_unit(const PackedArgs& args, const char* stage, Unit& unit, const Rows& at, i32 number) {
+    const char *chunks = stage + threadIdx.x * 16, *words = stage + WORDS_PLACE + threadIdx.x * 4;
+#pragma unroll
+    for (i32 which = 0; which < 2; which++) {
+        u32 byte = byte_of(args, number, which);
+#pragma unroll
         for (i32 m = 0; m < SIXTEENS; m++)
 #pragma unroll
-            for (i32 h = 0; h < 2; h++)
-                unit.block_scales[m][h] =
-                    load_constant((const float*)args.scale + (at.scales[m][h] + min(number, args.scale_columns - 1)));
+            for (i32 h = 0; h < 2; h++) {
+                i32 i = (m * 2 + h) * 2 + which;
+                Chunk& chunk = unit.chunks[m][h][which];
+                chunk.bytes = *(const Quad*)(chunks + i * THREADS * 16);
+                if (!IS_PACKED) continue;
+                u32 place = scale_place(at.scales[m][h], byte * 2);
+                const char* word = words + i * THREADS * 4;
+                if (FORMAT == MXFP4)
+                    chunk.scale = *(const unsigned char*)(word + (place & 3));
+                else
+                    chunk.scale = *(const unsigned short*)(word + (place & 2));
+                if (FORMAT == INT4)
+                    chunk.zero = args.zero ? *(const unsigned char*)(words + (CHUNKS + i) * THREADS * 4 + (place / 2 & 3)) : 8;
+            }
+    }
+    if (ROW_BLOCK)
+#pragma unroll
+        for (i32 i = 0; i < SIXTEENS * 2; i++) unit.block_scales[i / 2][i % 2] = *(const float*)(words + i * THREADS * 4);
 }
 
 DEVICE u32 twice(u32 value) { return value | value << 16; }
@@ -75,6 +108,11 @@ DEVICE void widen_scales(const Chunk& chunk, u32 (&scales)[SCALES]) {
     if (FORMAT == NVFP4) {
         // times 2^7 (fp16) or 2^117 (bf16)
         u32 both = halves_of_e4m3(chunk.scale);
+#if HALF
+        both = multiply_pairs(both, 0x58005800);
+        scales[0] = choose_bytes(both, both, 0x1010), scales[SCALES - 1] = choose_bytes(both, both, 0x3232);
+        return;
+#endif
         float first = float_of_half(both), second = float_of_half(both >> 16), up = HALF ? 128.0f : 0x1p117f;
         scales[0] = pack(first * up, first * up), scales[SCALES - 1] = pack(second * up, second * up);
     } else if (FORMAT == MXFP4) {
@@ -89,41 +127,62 @@ DEVICE void widen_scales(const Chunk& chunk, u32 (&scales)[SCALES]) {
     }
 }
 
-// Eight values of a word as pairs of columns (0, 4), (1, 5), (2, 6), (3, 7); e2m1 times 2^-14 (fp16) or 2^-126.
+// Eight values of a word as pairs of columns: by halves of fp16 (0, 2), (1, 3), (4, 6), (5, 7), which
+// are the neighbours among its even and its odd nibbles; else (0, 4), (1, 5), (2, 6), (3, 7). e2m1
+// times 2^-14 (fp16) or 2^-126.
 DEVICE void widen_word(u32 word, u32 zero, u32 (&pairs)[4]) {
     if (FORMAT == INT4) {
         constexpr u32 BASE = HALF ? 0x64006400 : 0x43004300;  // 1024 or 128, to which codes are added
         u32 base = twice(zero) | BASE;
 #pragma unroll
         for (i32 i = 0; i < 4; i++) pairs[i] = subtract_pairs((word >> 4 * i & 0x000f000f) | BASE, base);
+    } else if (HALF) {
+        // the upper bytes of halves: the sign, two bits of exponent, one of mantissa
+        u32 even = (word << 4 & 0x80808080) | (word << 1 & 0x0e0e0e0e);
+        u32 odd = (word & 0x80808080) | (word >> 3 & 0x0e0e0e0e);
+        pairs[0] = choose_bytes(even, 0, 0x1404), pairs[1] = choose_bytes(odd, 0, 0x1404);
+        pairs[2] = choose_bytes(even, 0, 0x3424), pairs[3] = choose_bytes(odd, 0, 0x3424);
     } else {
-        constexpr u32 MAGNITUDE = HALF ? 0x0e000e00 : 0x01c001c0;
-        constexpr i32 UP = HALF ? 9 : 6;
 #pragma unroll
         for (i32 i = 0; i < 4; i++) {
             u32 low = i < 2 ? word : word >> 8;  // nibbles of this pair are at 0 and 16, or at 4 and 20
-            pairs[i] = (low << (12 - i % 2 * 4) & 0x80008000) | (low << (UP - i % 2 * 4) & MAGNITUDE);
+            pairs[i] = (low << (12 - i % 2 * 4) & 0x80008000) | (low << (6 - i % 2 * 4) & 0x01c001c0);
         }
     }
 }
 
-// The values of a chunk as pairs of what is multiplied; packed ones in the order of `widen_word`.
+// The values of a chunk as pairs of what is multiplied; packed ones in the order of `widen_word`, with
+// their scales or without.
 DEVICE void widen_chunk(const Chunk& chunk, u32 (&pairs)[PAIRS]) {
 #if FORMAT >= NVFP4
     u32 scales[SCALES];
-    widen_scales(chunk, scales);
+    if (!LANE_SUMS) widen_scales(chunk, scales);
 #pragma unroll
     for (i32 i = 0; i < 4; i++) {
         u32 four[4];
         widen_word(chunk.bytes.x[i], chunk.zero, four);
 #pragma unroll
         for (i32 j = 0; j < 4; j++) {
-            if (FORMAT == MXFP4) four[j] = multiply_pairs(four[j], HALF ? 0x74007400 : 0x7e807e80);  // 2^14 or 2^126
-            pairs[i * 4 + j] = multiply_pairs(four[j], scales[i * SCALES / 4]);
+            if (FORMAT == MXFP4 && !LANE_SUMS)
+                four[j] = multiply_pairs(four[j], HALF ? 0x74007400 : 0x7e807e80);  // 2^14 or 2^126
+            pairs[i * 4 + j] = LANE_SUMS ? four[j] : multiply_pairs(four[j], scales[i * SCALES / 4]);
         }
     }
 #else
 #pragma unroll
     for (i32 i = 0; i < 4; i++) widen_bytes(chunk.bytes.x[i], FORMAT == INT8, pairs[i * 2], pairs[i * 2 + 1]);
 #endif
+}
+
+// The scales of a chunk for sums of its values without them, but for `args.factor`.
+DEVICE void sum_scales(const Chunk& chunk, float (&scales)[SCALES]) {
+    if (FORMAT == NVFP4) {
+        u32 both = halves_of_e4m3(chunk.scale);
+        scales[0] = float_of_half(both), scales[SCALES - 1] = float_of_half(both >> 16);
+    } else if (FORMAT == MXFP4) {
+        u32 bits = chunk.scale ? chunk.scale << 23 : 0x400000u;  // 2^-127 is not a normal number
+        scales[0] = float_of(chunk.scale == 255 ? 0x7fc00000u : bits);
+    } else {
+        scales[0] = widen_value(chunk.scale);
+    }
 }

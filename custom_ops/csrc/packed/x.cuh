@@ -2,6 +2,9 @@
 #pragma once
 #include "args.cuh"
 
+// The first column of a chunk of the lane.
+DEVICE i32 column_of(i32 unit, i32 which) { return unit * UNIT + which * 4 * CHUNK + (lane_id() & 3) * CHUNK; }
+
 // Four bytes as two pairs of what is multiplied.
 DEVICE void widen_bytes(u32 bytes, bool are_integers, u32& low, u32& high) {
     if (are_integers) {  // 1024 + 128 + value is a half whose lower byte is value + 128
@@ -17,48 +20,58 @@ DEVICE void widen_bytes(u32 bytes, bool are_integers, u32& low, u32& high) {
     }
 }
 
-// Pairs of neighbours among 8 columns to the order of packed weights.
+// Pairs of neighbours among 8 columns to the order of packed weights (see `widen_word`).
 DEVICE void reorder(u32 (&pairs)[4]) {
     u32 a = pairs[0], b = pairs[1], c = pairs[2], d = pairs[3];
-    pairs[0] = choose_bytes(a, c, 0x5410), pairs[1] = choose_bytes(a, c, 0x7632);
-    pairs[2] = choose_bytes(b, d, 0x5410), pairs[3] = choose_bytes(b, d, 0x7632);
+    if (HALF && FORMAT != INT4) {
+        pairs[0] = choose_bytes(a, b, 0x5410), pairs[1] = choose_bytes(a, b, 0x7632);
+        pairs[2] = choose_bytes(c, d, 0x5410), pairs[3] = choose_bytes(c, d, 0x7632);
+    } else {
+        pairs[0] = choose_bytes(a, c, 0x5410), pairs[1] = choose_bytes(a, c, 0x7632);
+        pairs[2] = choose_bytes(b, d, 0x5410), pairs[3] = choose_bytes(b, d, 0x7632);
+    }
 }
 
-// The values of x that go with a chunk of the weight, of the lane's token of the `eight`-th 8.
-DEVICE void load_x(const PackedArgs& args, const char* shared, i32 eight, i32 column, u32 (&pairs)[PAIRS]) {
-    i32 token = X_KIND == X_SHARED ? 0 : eight * 8 + (lane_id() >> 2);
-    bool is_there = X_KIND == X_SHARED ? lane_id() < 4 : token < args.num_tokens;
+// Starts the copies of what goes with a unit: lane l has token l / 4 of each 8, zeros behind the last.
+DEVICE void copy_x(const PackedArgs& args, char* stage, i32 number) {
+    constexpr i32 BYTES = X_KIND == X_VALUES ? 2 : 1;
+    char* pieces = stage + PIECES_PLACE + threadIdx.x * 16;
 #pragma unroll
-    for (i32 i = 0; i < PAIRS; i += 4) {
-        i32 first = column + 2 * i;  // of 8 columns
-        Quad v = {{0, 0, 0, 0}};
-        if (X_KIND == X_SHARED) {
-            if (is_there) v = *(const Quad*)(shared + X_PLACE + first * 2);
-        } else if (X_KIND == X_VALUES) {
-            if (is_there && first < args.size) v = *(const Quad*)(args.x + (token * args.x_stride + first) * 2);
-        } else if (i % 8 == 0) {
-            if (is_there && first < args.size) v = *(const Quad*)(args.x + token * args.x_stride + first);
-            u32 eight_pairs[8];
+    for (i32 n = 0; n < EIGHTS; n++) {
+        i32 token = n * 8 + (lane_id() >> 2);
+        const char* row = args.x + (i64)token * args.x_stride * BYTES;
 #pragma unroll
-            for (i32 j = 0; j < 4; j++)
-                widen_bytes(v.x[j], X_KIND == X_INT8, eight_pairs[2 * j], eight_pairs[2 * j + 1]);
-#pragma unroll
-            for (i32 j = 0; j < 8; j++) pairs[i + j] = eight_pairs[j];
+        for (i32 i = 0; i < 2 * X_PIECES; i++) {
+            i32 column = column_of(number, i / max(X_PIECES, 1)) + i % max(X_PIECES, 1) * (16 / BYTES);
+            bool is_there = token < args.num_tokens && column < args.size;
+            copy_async(pieces + (n * 2 * X_PIECES + i) * THREADS * 16, is_there ? row + column * BYTES : args.x, is_there ? 16 : 0);
         }
-        if (X_KIND == X_SHARED || X_KIND == X_VALUES)
+    }
+}
+
+// The lane with the columns of this one for the right operand's token.
+DEVICE i32 x_lane() { return (lane_id() & 3) * (LANE_SUMS ? 9 : 1); }
+
+// The values of x that go with chunk `which` of the unit, of the lane's token of the `eight`-th 8.
+DEVICE void load_x(const char* shared, const char* stage, i32 eight, i32 number, i32 which, u32 (&pairs)[PAIRS]) {
+    const char* pieces = stage + PIECES_PLACE + ((eight * 2 + which) * X_PIECES * THREADS + threadIdx.x) * 16;
 #pragma unroll
-            for (i32 j = 0; j < 4; j++) pairs[i + j] = v.x[j];
-        if (IS_PACKED && X_KIND != X_SHARED && (X_KIND == X_VALUES || i % 8 == 4)) {
+    for (i32 i = 0; i < PAIRS / 4; i++) {  // of 8 columns
+        u32 four[4];
+        if (X_KIND == X_SHARED || X_KIND == X_VALUES) {
+            Quad v = {{0, 0, 0, 0}};
+            if (X_KIND == X_VALUES) v = *(const Quad*)(pieces + i * THREADS * 16);
+            if (X_KIND == X_SHARED && lane_id() == x_lane()) v = *(const Quad*)(shared + X_PLACE + (column_of(number, which) + 8 * i) * 2);
 #pragma unroll
-            for (i32 group = X_KIND == X_VALUES ? 0 : -4; group <= 0; group += 4) {
-                u32 four[4];
-#pragma unroll
-                for (i32 j = 0; j < 4; j++) four[j] = pairs[i + group + j];
-                reorder(four);
-#pragma unroll
-                for (i32 j = 0; j < 4; j++) pairs[i + group + j] = four[j];
-            }
+            for (i32 j = 0; j < 4; j++) four[j] = v.x[j];
+        } else {
+            const u32* words = (const u32*)(pieces + i / 2 * THREADS * 16 + i % 2 * 8);
+            widen_bytes(words[0], X_KIND == X_INT8, four[0], four[1]);
+            widen_bytes(words[1], X_KIND == X_INT8, four[2], four[3]);
         }
+        if (IS_PACKED && X_KIND != X_SHARED) reorder(four);
+#pragma unroll
+        for (i32 j = 0; j < 4; j++) pairs[i * 4 + j] = four[j];
     }
 }
 
@@ -109,7 +122,7 @@ struct Token {
         float* reduce = (float*)(shared + REDUCE_PLACE);
         if (HAS_NORM) apply_norm(args, reduce);
         float scale = 1.0f, inverse = 1.0f;
-        if (QUANT == ONE_SCALE || QUANT == INTEGERS) {
+        if (QUANT == ONE_SCALE || QUANT == INTEGERS || QUANT == SCALED) {
             float amax = 0.0f;
 #pragma unroll
             for (i32 i = 0; i < X_PARTS; i++) amax = larger(amax, amax_of(values[i]));
@@ -143,6 +156,8 @@ struct Token {
     }
 
     METHOD float scale_of(float amax) const {
+        // the power of two that leaves less than 2^15
+        if (QUANT == SCALED) return float_of((u32)max((i32)(bits_of(amax) >> 23 & 255) - 14, 1) << 23);
         return __fdiv_rn(larger(amax, 0x1p-64f), QUANT == INTEGERS ? 127.0f : 448.0f);
     }
 
@@ -161,7 +176,7 @@ struct Token {
 #pragma unroll
         for (i32 j = 0; j < 4; j++) {
             float first = value_of(values[part], 2 * j) * inverse, second = value_of(values[part], 2 * j + 1) * inverse;
-            if (QUANT == PLAIN)
+            if (QUANT == PLAIN || QUANT == SCALED)
                 pairs[j] = pack(first, second);
             else if (QUANT == INTEGERS)
                 pairs[j] = halves_of(rintf(first), rintf(second));
