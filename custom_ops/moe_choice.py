@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_engine.custom_ops.moe_config import (
     PackedExpertsConfig,
+    PackedTokenConfig,
     PairTilesConfig,
     RowsConfig,
     StreamConfig,
@@ -51,6 +52,8 @@ _SHARED_BYTES = {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448}
 _SHARED_BYTES_ELSEWHERE = 101376
 # The first that turns e4m3 into other floats.
 _E4M3_ARCH = 89
+# Experts of a token, and columns of all of them, that the kernel for one token of those takes.
+MAX_TOKEN_EXPERTS, MAX_TOKEN_COLUMNS = 16, 32768
 _FP8_BLOCK = 128
 _MXFP4_GROUP = 32
 
@@ -237,6 +240,23 @@ def _rejects_packed(traits: Traits) -> str | None:
     return _rejects(traits)
 
 
+def _rejects_packed_token(traits: Traits) -> str | None:
+    columns = max(traits["size"], traits["top_k"] * (traits["inner_size"] + 256))
+    rules = (
+        (traits["num_tokens"] == 1, f"takes 1 token, not {traits['num_tokens']}"),
+        (
+            traits["top_k"] <= MAX_TOKEN_EXPERTS,
+            f"takes {MAX_TOKEN_EXPERTS} experts of a token, not {traits['top_k']}",
+        ),
+        (
+            columns <= MAX_TOKEN_COLUMNS,
+            f"takes up to {MAX_TOKEN_COLUMNS} columns of all experts of a token, not {columns}",
+        ),
+    )
+    reason = next((reason for is_met, reason in rules if not is_met), None)
+    return reason or _rejects_packed(traits)
+
+
 def _why_packed_is_slower(traits: Traits) -> str | None:
     if _pairs_of_expert(traits) > MAX_PACKED_PAIRS:
         return "reads weights again for every few pairs"
@@ -287,6 +307,12 @@ CANDIDATES: tuple[Candidate, ...] = (
         priority=Priority.REFERENCE,
         tags=("deterministic",),
         num_kernels=lambda _: 0,
+    ),
+    _on_gpu(
+        "packed_token",
+        Priority.SPECIALIZED,
+        rejects=_rejects_packed_token,
+        tags=("deterministic", "latency", "packed weights of one token's experts, in two launches"),
     ),
     _on_gpu(
         "packed",
@@ -432,6 +458,15 @@ _PACKED = {
     4.0: (PackedExpertsConfig(16, 2, 6, 1, 2), PackedExpertsConfig(16, 2, 6, 1, 2)),
 }
 _PACKED_MORE = (PackedExpertsConfig(32, 2, 4, 3, 2), PackedExpertsConfig(32, 2, 4, 3, 2))
+
+
+# The two products of one token.
+_PACKED_TOKEN = (PackedTokenConfig(1, 6, 6, 1), PackedTokenConfig(1, 8, 4, 1))
+
+
+def pick_packed_token() -> tuple[PackedTokenConfig, PackedTokenConfig]:
+    """The sizes of the kernels for packed weights and one token."""
+    return _PACKED_TOKEN
 
 
 def pick_packed(traits: Traits) -> tuple[PackedExpertsConfig, PackedExpertsConfig]:

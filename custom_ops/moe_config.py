@@ -82,3 +82,20 @@ class PackedExpertsConfig:
     warps: int = 4
     ahead: int = 3
     resident: int = 4
+
+
+@dataclass(frozen=True)
+class PackedTokenConfig:
+    """Sizes of the kernel for packed weights and one token.
+
+    Attributes:
+        sixteens: groups of 16 rows of the weight in a tile.
+        warps: of a block of threads, that divide the columns.
+        ahead: pieces of 128 bytes of each row of a tile on their way to shared memory, of a warp.
+        resident: blocks of threads for which a multiprocessor has registers.
+    """
+
+    sixteens: int = 1
+    warps: int = 6
+    ahead: int = 6
+    resident: int = 1

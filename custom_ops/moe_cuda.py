@@ -11,6 +11,7 @@ from compiled_engine.custom_ops import reference_moe
 from compiled_engine.custom_ops.moe_choice import (
     experts_traits,
     pick_packed,
+    pick_packed_token,
     pick_rows,
     pick_stream,
     pick_tiles,
@@ -78,6 +79,10 @@ def run_kernel(kernel: str, operands: ExpertOperands, traits: dict[str, int]) ->
     if kernel in ("library", "torch") and operands.residual is not None:
         y = run_kernel(kernel, operands._replace(residual=None), traits)
         return operands.residual + y
+    if kernel == "packed_token":
+        from compiled_engine.custom_ops.moe_packed_token import launch_packed_token
+
+        return launch_packed_token(operands, *pick_packed_token())
     if kernel == "packed":
         from compiled_engine.custom_ops.moe_packed import launch_packed_experts
 

@@ -69,7 +69,7 @@ def test_a_kernel_asked_for_by_name_serves_or_says_why_not():
     assert moe_choice.select_experts("stream", HOPPER, torch.bfloat16, traits) == "stream"
     with pytest.raises(ValueError, match="kernel rows takes 4096 pairs of token and expert"):
         moe_choice.select_experts("rows", HOPPER, torch.bfloat16, traits)
-    with pytest.raises(ValueError, match="no kernel best; there are packed, rows, stream"):
+    with pytest.raises(ValueError, match="no kernel best; there are packed_token, packed, rows"):
         moe_choice.select_experts("best", HOPPER, torch.bfloat16, traits)
 
 

@@ -7,12 +7,12 @@ import functools
 import pytest
 import torch
 
-from compiled_engine.custom_ops import cuda_build, moe, moe_packed, reference_moe
-from compiled_engine.custom_ops.moe_config import PackedExpertsConfig
+from compiled_engine.custom_ops import cuda_build, moe, moe_packed, moe_packed_token, reference_moe
+from compiled_engine.custom_ops.moe_config import PackedExpertsConfig, PackedTokenConfig
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
 from tests.helpers import cuda_emulator
 from tests.helpers.cubin_copies import copies
-from tests.helpers.emulated_experts import run_emulated
+from tests.helpers.emulated_experts import run_emulated, run_emulated_token
 from tests.helpers.tolerances import assert_close
 
 SMALL = PackedExpertsConfig(8, 1, 2, 2, 1), PackedExpertsConfig(8, 2, 1, 3, 1)
@@ -73,5 +73,51 @@ def test_the_kernel_compiles_without_spills():
     operands = operands_of((1, 2, 1, 64, 64))
     variant = moe_packed.variant_of(operands, SMALL[0], is_down=False)
     cubin = cuda_build.compile_source(moe_packed.SOURCE, "sm_90a", variant.flags)
+    assert copies(cubin.code)[1] == 0, "ptxas encoded a copy with a cache policy wrongly"
+    assert "0 bytes spill stores" in cubin.log
+
+
+@pytest.mark.parametrize(
+    ("shape", "configs", "options"),
+    [
+        ((1, 32, 4, 576, 96), (PackedTokenConfig(1, 3, 3), PackedTokenConfig(1, 4, 2)), {}),
+        (
+            (1, 70, 5, 96, 288),
+            (PackedTokenConfig(2, 2, 1, 2), PackedTokenConfig(2, 3, 4)),
+            {"dtype": torch.float16},
+        ),
+        (
+            (1, 3, 3, 608, 544),
+            (PackedTokenConfig(1, 4, 2), PackedTokenConfig(1, 8, 1)),
+            {"is_clamped": False, "has_bias": False},
+        ),
+        ((1, 1, 1, 32, 32), (PackedTokenConfig(), PackedTokenConfig()), {}),
+    ],
+)
+def test_the_emulated_kernel_for_one_token_equals_the_reference(shape, configs, options):
+    operands = operands_of(shape, **options)
+    run = functools.partial(run_emulated_token, operands, *configs)
+    got = run()
+    assert_close(str(shape), got, reference_moe.experts(*operands), factor=8.0)
+    assert torch.equal(got, run(order=cuda_emulator.DESCENDING))
+
+
+def test_scales_for_one_token_are_exact():
+    operands = operands_of((1, 2, 1, 64, 32), has_bias=False)
+    scale = operands.gate_up_scale
+    scale.copy_(torch.randint(80, 180, scale.shape, dtype=torch.uint8))
+    operands = operands._replace(x=operands.x * 2.0**-40)
+    configs = PackedTokenConfig(1, 2, 2), PackedTokenConfig(1, 2, 2)
+    got = run_emulated_token(operands, *configs)
+    assert_close("scales", got, reference_moe.experts(*operands), factor=8.0)
+    scale[:, 0, 0] = 255
+    assert run_emulated_token(operands, *configs).isnan().all()
+
+
+@pytest.mark.parametrize("is_down", [False, True])
+def test_the_kernel_for_one_token_compiles_without_spills(is_down):
+    operands = operands_of((1, 4, 4, 576, 288))
+    variant = moe_packed_token.variant_of(operands, PackedTokenConfig(), is_down=is_down)
+    cubin = cuda_build.compile_source(moe_packed_token.SOURCE, "sm_90a", variant.flags)
     assert copies(cubin.code)[1] == 0, "ptxas encoded a copy with a cache policy wrongly"
     assert "0 bytes spill stores" in cubin.log
