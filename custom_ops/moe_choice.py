@@ -18,6 +18,7 @@ from compiled_engine.custom_ops.moe_config import (
     RowsConfig,
     StreamConfig,
 )
+from compiled_engine.custom_ops.quant_packed import MOST_SHARED_ARCH
 from compiled_engine.custom_ops.registry import (
     Candidate,
     Priority,
@@ -276,14 +277,13 @@ def _rejects_library(traits: Traits) -> str | None:
 def _on_gpu(
     name: str, priority: Priority, family: str = "experts", mode: str = "grouped", **rules: Any
 ) -> Candidate:
-    rules.setdefault("rejects", _rejects)
+    rules = {"rejects": _rejects, "min_arch": 80, **rules}
     return Candidate(
         family=family,
         mode=mode,
         name=name,
         priority=priority,
         device_type="cuda",
-        min_arch=80,
         dtypes=(torch.bfloat16, torch.float16),
         **rules,
     )
@@ -311,6 +311,8 @@ CANDIDATES: tuple[Candidate, ...] = (
     _on_gpu(
         "packed_token",
         Priority.SPECIALIZED,
+        min_arch=90,
+        max_arch=MOST_SHARED_ARCH,
         rejects=_rejects_packed_token,
         tags=("deterministic", "latency", "packed weights of one token's experts, in two launches"),
     ),
@@ -461,7 +463,7 @@ _PACKED_MORE = (PackedExpertsConfig(32, 2, 4, 3, 2), PackedExpertsConfig(32, 2, 
 
 
 # The two products of one token.
-_PACKED_TOKEN = (PackedTokenConfig(1, 6, 6, 1), PackedTokenConfig(1, 8, 4, 1))
+_PACKED_TOKEN = (PackedTokenConfig(1, 4, 4, 4), PackedTokenConfig(1, 8, 3, 2))
 
 
 def pick_packed_token() -> tuple[PackedTokenConfig, PackedTokenConfig]:

@@ -1,20 +1,27 @@
 """Which kernel serves a quantised linear layer, the reasons against others, and sizes.
 
-`quantized_linear` for few tokens is one kernel that reads the weight as it is stored ("packed").
-For many, quantised activations go to a product of bytes ("scaled"), and weights of which only the
-weight is quantised become 16-bit floats for the library ("dequantized"). `scaled_linear` is that
-product by itself. Sizes and limits were measured on an H200 with the weights of Qwen3-8B.
+`quantized_linear` for few tokens is one kernel that reads the weight as it is stored, to registers
+("packed") or through shared memory ("ring"). For many, quantised activations go to a product of
+bytes ("scaled"), and weights of which only the weight is quantised become 16-bit floats for the
+library ("dequantized"). `scaled_linear` is that product by itself. Sizes and limits were measured
+on an H200 with the weights of Qwen3-8B.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.quant import SCALED_PAIRS
-from compiled_engine.custom_ops.quant_packed import PackedConfig, QuantOperands, packed_rejects
+from compiled_engine.custom_ops.quant_packed import (
+    MOST_SHARED_ARCH,
+    PackedConfig,
+    QuantOperands,
+    packed_rejects,
+)
 from compiled_engine.custom_ops.quant_scaled import int_mm_rejects, scaled_mm_rejects
 from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS, WEIGHT_FORMATS
 from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits
@@ -59,6 +66,7 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
         "format": WEIGHT_FORMATS.index(format),
         "is_gated": operands.is_gated,
         "is_packed": is_packed,
+        "has_heavy_scales": format in ("fp8_block", "fp8_token_block", "int4_group"),
         "has_activation_format": bool(operands.activation_format),
         "is_scaled_pair": (format, operands.activation_format) in SCALED_PAIRS,
         # several tokens come as bytes
@@ -71,26 +79,26 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
             t.stride(1) == 1 for t in (x, operands.residual) if t is not None
         ),
         "is_aligned": _is_aligned(operands),
+        "has_scale_words": all(
+            t.storage_offset() * t.element_size() % 4 == 0
+            for t in (operands.scale, operands.zero)
+            if t is not None
+        ),
         "weight_bytes": operands.weight.shape[0] * operands.row_bytes,
         "has_nvrtc": has_nvrtc(),
     }
 
 
 def _is_aligned(operands: QuantOperands) -> bool:
-    """Whether rows of x and the weight start at multiples of 16 bytes; storage itself does.
-
-    Scales are copied by words of 4 bytes.
-    """
+    """Whether rows of x and the weight start at multiples of 16 bytes; storage itself does."""
     x = operands.x
     norm_weight = operands.norm_weight
-    scales = [t for t in (operands.scale, operands.zero) if t is not None]
     return (
         (x.shape[0] == 1 or x.stride(0) % 8 == 0)
         and x.storage_offset() % 8 == 0
         and operands.row_bytes % 16 == 0
         and operands.weight.storage_offset() * operands.weight.element_size() % 16 == 0
         and (norm_weight is None or norm_weight.storage_offset() % 8 == 0)
-        and all(t.storage_offset() * t.element_size() % 4 == 0 for t in scales)
     )
 
 
@@ -119,34 +127,118 @@ def scaled_linear_traits(
     }
 
 
-# Sizes by the bits of a weight's values and whether its rows are long: for one token, and for more,
-# up to so many.
+_Table = TypeVar("_Table")
+
+
+def _ring(sixteens: int, warps: int, ahead: int, resident: int, blocks: int = 0) -> PackedConfig:
+    return PackedConfig(sixteens, warps, ahead, resident, blocks, is_ring=True)
+
+
+# Sizes of "packed" by the bits of a weight's values and whether its rows are long: for one token,
+# and for more, up to so many.
 _ONE = {
-    (8, False): PackedConfig(1, 8, 6, 2, 1),
-    (8, True): PackedConfig(1, 8, 5, 2, 1),
-    (4, False): PackedConfig(1, 8, 5, 2, 1),
-    (4, True): PackedConfig(1, 8, 4, 2, 1),
+    (8, False): PackedConfig(1, 8, 2, 2),
+    (8, True): PackedConfig(1, 8, 4, 2),
+    (4, False): PackedConfig(1, 8, 2, 3, 3),
+    (4, True): PackedConfig(1, 16, 1, 2),
 }
 _MORE = {
-    8: {8: PackedConfig(2, 8, 2, 2, 2), 4: PackedConfig(2, 8, 2, 1, 1)},
-    16: {8: PackedConfig(2, 8, 2, 1, 1), 4: PackedConfig(2, 8, 2, 1, 1)},
-    32: {8: PackedConfig(4, 8, 2, 1, 1), 4: PackedConfig(2, 8, 2, 1, 1)},
+    8: {
+        (8, False): PackedConfig(2, 8, 1, 2),
+        (8, True): PackedConfig(1, 8, 4, 2),
+        (4, False): PackedConfig(4, 8, 1, 1),
+        (4, True): PackedConfig(4, 8, 1, 1),
+    },
+    32: {
+        (8, False): PackedConfig(4, 8, 1, 1),
+        (8, True): PackedConfig(2, 8, 2, 1),
+        (4, False): PackedConfig(2, 8, 1, 1),
+        (4, True): PackedConfig(2, 8, 1, 1),
+    },
 }
+# The same where scales take registers that these leave too few of.
+_HEAVY_ONE = PackedConfig(1, 8, 2, 2)
+_HEAVY_MORE = PackedConfig(2, 8, 1, 1)
 _LONG_SIZE = 8192
+
+
+# Sizes of "ring" for up to so many tokens, by `_shape_of` the weight. What was not measured with
+# integers takes those of 8-bit floats.
+_RING_8 = {
+    1: (_ring(1, 8, 6, 2, 2), _ring(1, 4, 6, 4, 2), _ring(1, 8, 6, 2, 2), _ring(1, 8, 4, 2)),
+    8: (_ring(2, 8, 2, 2, 2),) * 3 + (_ring(2, 8, 4, 1, 1),),
+    16: (
+        _ring(4, 8, 2, 1, 1),
+        _ring(2, 8, 2, 1, 1),
+        _ring(4, 4, 2, 2, 2),
+        _ring(2, 8, 3, 1, 1),
+    ),
+    32: (_ring(4, 4, 3, 1, 1), _ring(2, 8, 2, 1, 1)) * 2,
+}
+_RING_INTEGERS = _RING_8 | {
+    1: (_ring(1, 16, 3, 1, 1), _ring(1, 8, 3, 2, 2), *(_ring(1, 16, 3, 1, 1),) * 2),
+    8: (_ring(2, 8, 2, 2, 2),) * 3 + (_ring(1, 8, 3, 2, 2),),
+}
+_RING_4 = {
+    1: (_ring(1, 8, 2, 3, 3), _ring(1, 8, 2, 2, 2), _ring(1, 4, 4, 4, 4), _ring(1, 4, 5, 4, 2)),
+    8: (_ring(4, 8, 2, 1, 1), _ring(2, 8, 2, 2, 2)) * 2,
+    16: (_ring(4, 8, 2, 1, 1),) * 4,
+    32: (_ring(4, 4, 2, 1, 1),) * 4,
+}
+_FEW_ROWS, _MANY_ROWS = 5120, 16384
+
+
+def _shape_of(traits: Traits) -> int:
+    """Of a weight: 0 some rows, 1 few, 2 many; 3 long ones."""
+    if traits["size"] > _LONG_SIZE:
+        return 3
+    return 1 if traits["rows"] <= _FEW_ROWS else 2 if traits["rows"] > _MANY_ROWS else 0
+
+
+def pick_ring(traits: Traits) -> PackedConfig:
+    """Sizes of the kernel "ring"; they can be made for every product it takes."""
+    tables = _RING_4 if traits["is_packed"] else _RING_8
+    if WEIGHT_FORMATS[traits["format"]] == "int8_channel":
+        tables = _RING_INTEGERS
+    return _up_to(traits["num_tokens"], tables)[_shape_of(traits)]
 
 
 def pick_config(traits: Traits) -> PackedConfig:
     """Sizes of the kernel "packed"; they can be made for every product it takes."""
-    bits = 4 if traits["is_packed"] else 8
+    kind = (4 if traits["is_packed"] else 8, traits["size"] > _LONG_SIZE)
+    if traits["has_heavy_scales"] and traits["num_tokens"] != 1:
+        return _HEAVY_MORE
     if traits["num_tokens"] == 1:
-        return _ONE[bits, traits["size"] > _LONG_SIZE]
-    return next(configs for limit, configs in _MORE.items() if traits["num_tokens"] <= limit)[bits]
+        return _HEAVY_ONE if traits["has_heavy_scales"] else _ONE[kind]
+    return _up_to(traits["num_tokens"], _MORE)[kind]
+
+
+def _up_to(num_tokens: int, tables: Mapping[int, _Table]) -> _Table:
+    """The table of the lowest limit that is not below."""
+    return next(table for limit, table in tables.items() if num_tokens <= limit)
 
 
 def _rejects_packed(traits: Traits) -> str | None:
     if not traits["has_nvrtc"]:
         return "needs the cuda-bindings package"
     return packed_rejects(traits)
+
+
+def _rejects_ring(traits: Traits) -> str | None:
+    if not traits["has_scale_words"]:
+        return "needs scales at multiples of 4 bytes"
+    return _rejects_packed(traits)
+
+
+def _why_ring_is_slower(traits: Traits) -> str | None:
+    format = WEIGHT_FORMATS[traits["format"]]
+    if format in ("fp8_tensor", "fp8_channel", "int8_channel"):
+        return None
+    if format != "nvfp4":
+        return "was not faster with scales of blocks or groups than weights that go to registers"
+    if 1 < traits["num_tokens"] <= 8:
+        return "was slower with nvfp4 and 2 to 8 tokens than weights that go to registers"
+    return None
 
 
 def _rejects_scaled(traits: Traits) -> str | None:
@@ -189,13 +281,22 @@ def _linear(name: str, priority: Priority, min_arch: int, tag: str, **rules: obj
     )
 
 
-# Dtype of candidates of `scaled_linear`: that of the result.
+# Of two of one band the first is taken. Dtype of candidates of `scaled_linear`: that of the result.
 CANDIDATES = (
+    _linear(
+        "ring",
+        Priority.SPECIALIZED,
+        90,
+        "1 to 32 tokens, weights through shared memory",
+        max_arch=MOST_SHARED_ARCH,
+        rejects=_rejects_ring,
+        slower=_why_ring_is_slower,
+    ),
     _linear(
         "packed",
         Priority.SPECIALIZED,
         89,
-        "1 to 32 tokens, one kernel",
+        "1 to 32 tokens, weights to registers",
         rejects=_rejects_packed,
     ),
     _linear(

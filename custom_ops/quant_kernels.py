@@ -19,6 +19,7 @@ from compiled_engine.custom_ops.quant_choice import (
     CANDIDATES,
     Before,
     pick_config,
+    pick_ring,
     quantized_linear_traits,
     scaled_linear_traits,
 )
@@ -265,6 +266,8 @@ def quantized_linear_cuda(
     )  # fmt: skip
     traits = quantized_linear_traits(operands)
     kernel = select_kernel("quantized_linear", impl, Target.of(x.device), x.dtype, traits)
+    if kernel == "ring":
+        return launch_packed(operands, pick_ring(traits))
     if kernel == "packed":
         return launch_packed(operands, pick_config(traits))
     if kernel == "scaled":

@@ -1,19 +1,20 @@
-"""Launcher of the `quantized_linear` kernel in CUDA C++, for up to 32 tokens on tensor cores.
+"""Launcher of the `quantized_linear` kernels in CUDA C++, for up to 32 tokens on tensor cores.
 
-The weight is read as it is stored and becomes 16-bit floats in registers; see
-`csrc/packed/packed.cu`. One token may be normed and quantised by every block of threads itself;
-several are prepared by kernels of their own first. The kernel keeps no state between calls and has
-no scratch. From compute capability 9.0 on it overlaps with the kernel before it.
+The weight is read as it is stored and becomes 16-bit floats in registers. It goes there from memory
+(`csrc/packed/packed.cu`) or through a ring in shared memory (`csrc/packed/ring.cu`). One token may
+be normed and quantised by every block of threads itself; several are prepared by kernels of their
+own first. A kernel keeps no state between calls and has no scratch. From compute capability 9.0 on
+it overlaps with the kernel before it.
 
-Owns the variants of the kernel and its arguments. When it is the fastest, and with which sizes, is
-known to `quant_choice`.
+Owns the variants of the kernels and their arguments. When one is the fastest, and with which sizes,
+is known to `quant_choice`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -29,12 +30,12 @@ from compiled_engine.custom_ops.gemm_skinny import num_multiprocessors
 from compiled_engine.custom_ops.reference_quant import BLOCK, PACKED_FORMATS
 from compiled_engine.custom_ops.registry import Traits
 
-SOURCE = "packed/packed.cu"
 KERNEL = "packed_product"
 MAX_TOKENS = 32
-# Of a block of threads, at most; and pieces of 8 columns that a thread prepares of one token.
+# Of a block of threads, at most.
 MAX_SHARED_BYTES = 232448
-MAX_PARTS = 8
+# The last compute capability that has them, from 9.0 on; of later ones a block has less.
+MOST_SHARED_ARCH = 119
 _CODES = {
     "fp8_tensor": 0,
     "fp8_channel": 0,
@@ -49,8 +50,8 @@ _ROW_BLOCKS = {"fp8_block": BLOCK, "fp8_token_block": 1}
 # Kinds of x, and what a token in shared memory is quantised to.
 VALUES, E4M3, INT8, SHARED = 0, 1, 2, 3
 _QUANT = {"": 0, "fp8_token": 1, "fp8_tensor": 1, "fp8_block": 2, "int8_token": 3}
-# One token of bfloat16 is divided by a power of two and multiplied as fp16: weights without their
-# scales are exact in fp16.
+# In the ring, one token of bfloat16 is divided by a power of two and multiplied as fp16: weights
+# without their scales are exact in fp16.
 _SCALED = 4
 
 
@@ -89,10 +90,11 @@ class PackedConfig:
     Attributes:
         sixteens: groups of 16 rows of the weight in a tile.
         warps: of a block of threads, that divide the columns.
-        ahead: pieces of 128 bytes of each row of a tile on their way to shared memory, of a warp.
+        ahead: pieces of 128 bytes of each row of a tile on their way, of a warp.
         resident: blocks of threads for which a multiprocessor has registers.
         blocks: of threads, a multiprocessor, that take tiles in turn; 0: a block for every tile.
         is_apart: whether one token too is prepared by a kernel of its own.
+        is_ring: whether weights go through shared memory, not to registers at once.
     """
 
     sixteens: int = 1
@@ -101,6 +103,7 @@ class PackedConfig:
     resident: int = 2
     blocks: int = 0
     is_apart: bool = False
+    is_ring: bool = False
 
 
 class PackedArgs(ctypes.Structure):
@@ -150,24 +153,34 @@ class Variant:
     num_units: int
 
     @property
+    def source(self) -> str:
+        """File under `csrc`."""
+        return "packed/ring.cu" if self.config.is_ring else "packed/packed.cu"
+
+    @property
     def unit(self) -> int:
         """Columns of 128 bytes of a row."""
         return 256 if self.code >= 2 else 128
 
     @property
     def ahead(self) -> int:
-        """Units on their way: as many of those asked for as shared memory holds."""
+        """Units on their way: as many of those asked for as shared memory holds, or a warp has."""
+        if not self.config.is_ring:
+            return max(1, min(self.config.ahead, -(-self.num_units // self.config.warps)))
         room = (MAX_SHARED_BYTES - self._shared_bytes(0)) // self.stage_bytes
         return max(1, min(self.config.ahead, room))
 
     @property
     def warp_units(self) -> int:
         """Units of each warp in a tile, the same for all; some may lie behind the last column."""
-        return -(-self.num_units // self.config.warps)
+        units = -(-self.num_units // self.config.warps)
+        return units if self.config.is_ring else -(-units // self.ahead) * self.ahead
 
     @property
     def stage_bytes(self) -> int:
-        """Of a unit of all warps: weights, words with their scales, x."""
+        """Of a unit of all warps in the ring: weights, words with their scales, x."""
+        if not self.config.is_ring:
+            return 0
         chunks, is_packed = 4 * self.config.sixteens, self.code >= 2
         words = chunks * (2 if self.code == _CODES["int4_group"] else 1) if is_packed else 0
         if self.row_block:
@@ -192,7 +205,8 @@ class Variant:
         return self._shared_bytes(self.ahead)
 
     def _shared_bytes(self, ahead: int) -> int:
-        pitch = 2 if self.kind == SHARED else self.tokens + 1  # of one token, for two tiles
+        is_alone = self.config.is_ring and self.kind == SHARED
+        pitch = 2 if is_alone else self.tokens + 1  # of one token, for two tiles
         sums = self.config.warps * 16 * self.config.sixteens * pitch * 4
         token = self.padded_size * 2 + self.padded_size // BLOCK * 4
         place = (sums + 256 + 15) // 16 * 16 + ahead * self.stage_bytes
@@ -230,9 +244,10 @@ class Variant:
 def prepare(operands: QuantOperands, config: PackedConfig) -> Prepared:
     """x as the kernel takes it; runs the kernels that several tokens need for it."""
     x, activation_format = operands.x, operands.activation_format
-    if x.shape[0] == 1 and not config.is_apart:
+    needs_work = operands.norm_weight is not None or bool(activation_format)
+    if x.shape[0] == 1 and (needs_work or config.is_ring) and not config.is_apart:
         quant = _QUANT[activation_format]
-        if not quant and x.dtype == torch.bfloat16:
+        if not quant and config.is_ring and x.dtype == torch.bfloat16:
             quant = _SCALED
         return Prepared(x, operands.input_scale, SHARED, operands.norm_weight is not None, quant)
     if activation_format:
@@ -253,7 +268,7 @@ def variant_of(operands: QuantOperands, prepared: Prepared, config: PackedConfig
     group = operands.row_bytes * 2 // operands.scale.shape[1] if format == "int4_group" else 128
     is_quantised = prepared.kind in (E4M3, INT8)
     return Variant(
-        config=PackedConfig(config.sixteens, config.warps, config.ahead, config.resident),
+        config=replace(config, blocks=0, is_apart=False),
         code=_CODES[format],
         row_block=_ROW_BLOCKS.get(format, 0),
         group_bits=group.bit_length() - 1,
@@ -322,10 +337,11 @@ def arguments(
 
 def _factor(format: str, variant: Variant) -> float:
     """What undoes the powers of two in the kernel's sums; see `widen_word` and `widen_scales`."""
+    is_lifted = variant.config.is_ring and variant.kind == SHARED  # scales multiply sums
     if format == "nvfp4":
-        alone = 2.0**14 if variant.kind == SHARED else 128.0
+        alone = 2.0**14 if is_lifted else 128.0
         return alone if variant.multiplies_halves else 512.0
-    return 2.0**14 if format == "mxfp4" and variant.kind == SHARED else 1.0
+    return 2.0**14 if format == "mxfp4" and is_lifted else 1.0
 
 
 def grid_of(operands: QuantOperands, config: PackedConfig, num_processors: int) -> int:
@@ -341,7 +357,7 @@ def grid_of(operands: QuantOperands, config: PackedConfig, num_processors: int) 
 def load_variant(variant: Variant, arch: str) -> Kernel:
     """The kernel, ready to be launched. Not to be called for the first time while capturing."""
     assert variant.shared_bytes <= MAX_SHARED_BYTES, variant
-    library = load_library(SOURCE, arch, inductor_cubin_dir(), variant.flags)
+    library = load_library(variant.source, arch, inductor_cubin_dir(), variant.flags)
     return Kernel(
         library,
         KERNEL,
@@ -364,7 +380,7 @@ def launch_packed(operands: QuantOperands, config: PackedConfig) -> Tensor:
 
 
 def packed_rejects(traits: Traits) -> str | None:
-    """What the kernel cannot take; traits: those of `quant_choice.quantized_linear_traits`."""
+    """What the kernels cannot take; traits: those of `quant_choice.quantized_linear_traits`."""
     num_tokens, size, multiple = traits["num_tokens"], traits["size"], traits["x_multiple"]
     rules = (
         (1 <= num_tokens <= MAX_TOKENS, f"takes 1 to {MAX_TOKENS} tokens, not {num_tokens}"),

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from compiled_engine.custom_ops.registry import Traits
 
+# The library takes scales of blocks only for whole fours of tokens: it reads those of a block,
+# which stand next to each other, by 16 bytes.
+BLOCK_TOKENS = 4
+
 
 class ScaledOperands(NamedTuple):
     """Arguments of `scaled_linear`, without the kernel's name."""
@@ -28,6 +32,9 @@ def scaled_mm(operands: ScaledOperands) -> Tensor:
 
     One scale for all rows of one operand is repeated if the other has one a row.
     """
+    count = operands.q.shape[0]
+    if operands.format == "fp8_block" and count % BLOCK_TOKENS:
+        return scaled_mm(_with_more_tokens(operands, -count % BLOCK_TOKENS))[:count]
     q, q_scale, weight, weight_scale, bias, format, activation_format, dtype = operands
     num_tokens, num_outputs = q.shape[0], weight.shape[0]
     if format == "fp8_block":
@@ -41,6 +48,15 @@ def scaled_mm(operands: ScaledOperands) -> Tensor:
     return torch._scaled_mm(
         q, weight.T, left, right, bias=bias, out_dtype=dtype, use_fast_accum=format != "fp8_block"
     )
+
+
+def _with_more_tokens(operands: ScaledOperands, count: int) -> ScaledOperands:
+    """The same with tokens of zeros behind the last."""
+    q, q_scale = operands.q, operands.q_scale
+    padded = q.new_empty((q.shape[0] + count, q.shape[1]))
+    padded.view(torch.uint8)[-count:] = 0
+    padded[:-count] = q
+    return operands._replace(q=padded, q_scale=torch.nn.functional.pad(q_scale, (0, 0, 0, count)))
 
 
 def int_mm(operands: ScaledOperands) -> Tensor:

@@ -76,7 +76,7 @@ def test_a_start_names_the_kernel_of_each_kind(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize(
     ("name", "kernels"),
-    [("fp8", ("packed", "packed", "scaled_mm")), ("nvfp4", ("packed", "packed", "dequantized"))],
+    [("fp8", ("ring", "ring", "scaled_mm")), ("nvfp4", ("ring", "ring", "dequantized"))],
 )
 def test_kernels_on_a_hopper(
     tmp_path: Path, name: str, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 
 static Quad load_once(const char* p, unsigned long long) { return *(const Quad*)p; }
 static unsigned load_byte(const char* p) { return *(const unsigned char*)p; }
+static unsigned load_short(const char* p) { return *(const unsigned short*)p; }
 static void copy_word_async(char* shared, const char* global) { memcpy(shared, global, 4); }
 static float load_constant(const float* p) { return *p; }
 static Quad load_constant(const char* p) { return *(const Quad*)p; }

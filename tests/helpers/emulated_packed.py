@@ -1,4 +1,4 @@
-"""The kernel "packed" of `quantized_linear` on CPU tensors: its source, on an emulated GPU."""
+"""The kernels "packed" and "ring" of `quantized_linear` on CPU tensors: their sources, emulated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from compiled_engine.custom_ops.quant_packed import (
     KERNEL,
-    SOURCE,
     PackedArgs,
     PackedConfig,
     Prepared,
@@ -49,7 +48,7 @@ def run_emulated(
     out = torch.full((x.shape[0], operands.num_outputs), float("nan"), dtype=x.dtype)
     variant = variant_of(operands, prepared, config)
     args = arguments(operands, prepared, out, variant)
-    library = emulated_library(SOURCE, MACHINE, _CALL, variant.flags)
+    library = emulated_library(variant.source, MACHINE, _CALL, variant.flags)
     grid = grid_of(operands, config, num_processors)
     if library.emulate(ctypes.byref(args), ctypes.sizeof(PackedArgs), grid, order):
         raise cuda_emulator.EmulatorError(library.emulator_message().decode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 
 
 _ONE = PackedConfig(1, 2, 2)
+
+
+def in_ring(config: PackedConfig) -> PackedConfig:
+    """The same sizes of the kernel that has a ring."""
+    return replace(config, is_ring=True)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ CALLS = (
     Call("mxfp4", "", 6, 37, 96, "", PackedConfig(1, 2, 1), torch.float16),
     Call("int4_group", "", 1, 37, 1024, "n", has_zero=True),
     Call("int4_group", "", 6, 37, 416, "r"),
+    Call("mxfp4", "", 1, 37, 96, "b"),
 )
 
 
@@ -96,7 +102,7 @@ def prepare(operands: QuantOperands, config: PackedConfig) -> Prepared:
     """As `quant_packed.prepare`, by plain bodies where that runs a kernel of its own."""
     x, activation_format = operands.x, operands.activation_format
     needs_work = operands.norm_weight is not None or activation_format
-    if x.shape[0] == 1 and needs_work and not config.is_apart:
+    if x.shape[0] == 1 and (needs_work or config.is_ring) and not config.is_apart:
         return quant_packed.prepare(operands, config)
     if operands.norm_weight is not None:
         x = reference.rms_norm(x, operands.norm_weight, operands.eps)

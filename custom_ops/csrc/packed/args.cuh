@@ -56,8 +56,11 @@
 #ifndef WARPS
 #define WARPS 8  // that divide the columns
 #endif
+#ifndef RING
+#define RING 0  // whether weights go through shared memory, see ring.cuh, or to registers at once
+#endif
 #ifndef AHEAD
-#define AHEAD 4  // units of each warp on their way to shared memory
+#define AHEAD 4  // units of each warp on their way
 #endif
 #ifndef RESIDENT
 #define RESIDENT 2  // blocks of threads a multiprocessor, for which registers are left
@@ -77,25 +80,27 @@ constexpr i32 EIGHTS = TOKENS / 8;
 constexpr i32 HALVES = GATED ? 2 : 1;
 constexpr i32 ROWS = 16 * SIXTEENS;
 constexpr i32 OUTPUTS = ROWS / HALVES;  // of a tile
-constexpr i32 SUMMED = X_KIND == X_SHARED ? 1 : TOKENS;  // tokens whose sums are of use
-constexpr i32 PITCH = SUMMED == 1 ? 1 : TOKENS + 1;      // of the sums of a row
+constexpr i32 SUMMED = RING && X_KIND == X_SHARED ? 1 : TOKENS;  // tokens whose sums are shared
+constexpr i32 PITCH = SUMMED == 1 ? 1 : TOKENS + 1;              // of the sums of a row
+constexpr i32 X_BYTES = X_KIND == X_E4M3 || X_KIND == X_INT8 ? 1 : 2;  // of a value of x
+constexpr i32 PIECES = CHUNK * X_BYTES / 16;  // of 16 bytes of x, that go with a chunk
 // Whether each lane sums its own columns apart, so that scales of groups may multiply those sums: of the
 // 8 tokens of the tensor cores, 4 are the same one, each with the columns of one of 4 lanes, else 0.
-constexpr bool LANE_SUMS = IS_PACKED && X_KIND == X_SHARED;
-// What each thread copies of a unit: pieces of 16 bytes of weights, words of 4 bytes with their
-// scales, pieces of x.
+constexpr bool LANE_SUMS = RING && IS_PACKED && X_KIND == X_SHARED;
+// What each thread copies of a unit through the ring: pieces of 16 bytes of weights, words of 4 bytes
+// with their scales, pieces of x.
 constexpr i32 CHUNKS = SIXTEENS * 4;
 constexpr i32 WORDS = IS_PACKED ? CHUNKS * (FORMAT == INT4 ? 2 : 1) : ROW_BLOCK ? SIXTEENS * 2 : 0;
-constexpr i32 X_PIECES = X_KIND == X_SHARED ? 0 : CHUNK * (X_KIND == X_VALUES ? 2 : 1) / 16;  // with a chunk
+constexpr i32 X_PIECES = X_KIND == X_SHARED ? 0 : PIECES;
 constexpr i32 WORDS_PLACE = THREADS * 16 * CHUNKS;  // in a stage
 constexpr i32 PIECES_PLACE = WORDS_PLACE + THREADS * 4 * WORDS;
-constexpr i32 STAGE_BYTES = PIECES_PLACE + THREADS * 16 * 2 * EIGHTS * X_PIECES;
+constexpr i32 STAGE_BYTES = RING ? PIECES_PLACE + THREADS * 16 * 2 * EIGHTS * X_PIECES : 0;
 constexpr i32 SUMS_BYTES = WARPS * ROWS * PITCH * 4;
 constexpr i32 SUM_TILES = SUMMED == 1 ? 2 : 1;  // whose sums have a place
 constexpr i32 SUMS_PLACE = 0;                   // of tiles [WARPS, ROWS, PITCH] fp32
 constexpr i32 REDUCE_PLACE = SUMS_PLACE + SUM_TILES * SUMS_BYTES;  // [2, 32] fp32
-constexpr i32 RING_PLACE = (REDUCE_PLACE + 256 + 15) / 16 * 16;  // AHEAD stages
-constexpr i32 X_PLACE = RING_PLACE + AHEAD * STAGE_BYTES;        // one token of 16-bit values
+constexpr i32 RING_PLACE = (REDUCE_PLACE + 256 + 15) / 16 * 16;    // AHEAD stages
+constexpr i32 X_PLACE = RING_PLACE + AHEAD * STAGE_BYTES;          // one token of 16-bit values
 static_assert(!HAS_BLOCKS || !IS_PACKED, "scales of 128 columns are of bytes: a unit has one");
 static_assert(!LANE_SUMS || HALF, "weights without their scales are exact in fp16");
 static_assert(X_KIND != X_SHARED || TOKENS == 8, "one token is prepared in shared memory");
@@ -120,7 +125,7 @@ struct PackedArgs {
     i32 scale_columns;      // scales of a row
     i32 x_scale_step;       // from a token's scale to the next one's: 0 if one serves all
     i32 num_tiles;
-    i32 warp_units;         // units of each warp in a tile
+    i32 warp_units;         // units of each warp in a tile; without a ring a multiple of AHEAD
     i32 padded_size;        // columns of the units of all warps
     i32 row_scale_step;     // 0 if one serves all rows
     float eps;

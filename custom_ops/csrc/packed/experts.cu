@@ -11,20 +11,11 @@
 #ifndef FORMAT
 #define FORMAT MXFP4
 #endif
-#ifndef X_KIND
-#define X_KIND X_VALUES
-#endif
 #ifndef AHEAD
 #define AHEAD 1
 #endif
+#include "experts.cuh"
 #include "weights.cuh"
-
-#ifndef DOWN
-#define DOWN 0  // whether it is the second product
-#endif
-#ifndef CLAMPED
-#define CLAMPED 0
-#endif
 
 struct ExpertArgs {
     PackedArgs product;  // of one expert; weight, scale and bias of the first one
@@ -37,22 +28,6 @@ struct ExpertArgs {
     i32 top_k;
     i32 rows;  // of an expert's weight
 };
-
-// A unit of weights to registers. Behind the last column the last bytes come again; x is zero there.
-DEVICE void load_unit(const PackedArgs& args, Unit& unit, const Rows& at, i32 number, u64 policy) {
-#pragma unroll
-    for (i32 which = 0; which < 2; which++) {
-        u32 byte = byte_of(args, number, which);
-#pragma unroll
-        for (i32 m = 0; m < SIXTEENS; m++)
-#pragma unroll
-            for (i32 h = 0; h < 2; h++) {
-                Chunk& chunk = unit.chunks[m][h][which];
-                chunk.bytes = load_once(args.weight + (at.bytes[m][h] + byte), policy);
-                chunk.scale = load_byte(args.scale + scale_place(at.scales[m][h], byte * 2));
-            }
-    }
-}
 
 struct Range {
     i32 expert, begin, end;
@@ -180,14 +155,6 @@ DEVICE float sum_of(const ExpertArgs& args, const char* shared, i32 expert, i32 
     for (i32 w = 0; w < WARPS; w++) sum += sums[w * ROWS * PITCH];
     i64 row = (i64)expert * args.rows + row_of(args.product, tile, slot / 16, slot % 16);
     return args.product.bias ? sum + value_at(args.product.bias + row * 2) : sum;
-}
-
-DEVICE float activate(const ExpertArgs& args, float gate, float up) {
-    if (CLAMPED) {
-        gate = gate > args.limit ? args.limit : gate;  // NaN stays
-        up = (up > args.limit ? args.limit : up < -args.limit ? -args.limit : up) + 1.0f;
-    }
-    return gate / (1.0f + power_of_two(-LOG2E * (CLAMPED ? args.alpha : 1.0f) * gate)) * up;
 }
 
 DEVICE void finish(const ExpertArgs& args, const char* shared, const Range& range, i32 first, i32 tile) {

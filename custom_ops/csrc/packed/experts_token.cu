@@ -1,7 +1,7 @@
 // Products of a mixture of experts with weights in "mxfp4" for one token: the kernel "packed_token" of
 // `experts`. Launched by custom_ops/moe_packed_token.py, once for each of the two products.
 //
-// As packed.cu has it: weights come through a ring in shared memory and the token lies there too, as fp16
+// As ring.cu has it: weights come through a ring in shared memory and the token lies there too, as fp16
 // divided by a power of two. The first product's tiles are those of all chosen experts. A tile of the
 // second one has rows of all chosen experts, one expert's columns behind the other's, and the sum over
 // them is weighted, with the residual if there is one: nothing is left to add up.
@@ -11,17 +11,14 @@
 #define FORMAT MXFP4
 #define X_KIND X_SHARED
 #define QUANT SCALED
+#define RING 1
 #ifndef HALF
 #define HALF 1
 #endif
+#include "experts.cuh"
 #include "product.cuh"
+#include "ring.cuh"
 
-#ifndef DOWN
-#define DOWN 0  // whether it is the second product
-#endif
-#ifndef CLAMPED
-#define CLAMPED 0
-#endif
 #ifndef TOP_K
 #define TOP_K 4  // experts chosen, at most 32
 #endif
@@ -86,14 +83,6 @@ struct Biases {
         }
     }
 };
-
-DEVICE float activate(const ExpertTokenArgs& args, float gate, float up) {
-    if (CLAMPED) {
-        gate = gate > args.limit ? args.limit : gate;  // NaN stays
-        up = (up > args.limit ? args.limit : up < -args.limit ? -args.limit : up) + 1.0f;
-    }
-    return gate / (1.0f + power_of_two(-LOG2E * (CLAMPED ? args.alpha : 1.0f) * gate)) * up;
-}
 
 DEVICE float sum_of(const char* place, i32 slot) {
     float sum = 0.0f;

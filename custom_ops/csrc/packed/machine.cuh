@@ -18,10 +18,15 @@ DEVICE void copy_word_async(char* shared, const char* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
-// What no kernel writes.
+// What no kernel writes, by 1 or 2 bytes and more.
 DEVICE u32 load_byte(const char* p) {
     u32 value;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(value) : "l"(p));
+    return value;
+}
+DEVICE u32 load_short(const char* p) {
+    unsigned short value;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(p));
     return value;
 }
 DEVICE float load_constant(const float* p) {

@@ -15,10 +15,10 @@ struct Sums {
     }
 };
 
-DEVICE void multiply_chunk(const Unit& unit, const char* shared, const char* stage, i32 number, i32 which, Sums& sums) {
+DEVICE void multiply_chunk(const PackedArgs& args, const Unit& unit, const char* shared, const char* stage, i32 number, i32 which, Sums& sums) {
     u32 x[EIGHTS][PAIRS];
 #pragma unroll
-    for (i32 n = 0; n < EIGHTS; n++) load_x(shared, stage, n, number, which, x[n]);
+    for (i32 n = 0; n < EIGHTS; n++) load_x(args, shared, stage, n, number, which, x[n]);
 #pragma unroll
     for (i32 m = 0; m < SIXTEENS; m++) {
         u32 upper[PAIRS], lower[PAIRS];
@@ -58,11 +58,11 @@ DEVICE float x_block_scale(const PackedArgs& args, const char* shared, i32 token
 
 DEVICE void multiply_unit(const PackedArgs& args, const Unit& unit, const char* shared, const char* stage, i32 number, Sums& sums) {
     if (!HAS_BLOCKS) {
-        constexpr bool IS_SMALL = !LANE_SUMS && SIXTEENS * EIGHTS == 1;  // then two sums, neither waits for the other
+        constexpr bool IS_SMALL = RING && !LANE_SUMS && SIXTEENS * EIGHTS == 1;  // then two sums, neither waits for the other
         Sums other;
         other.clear();
-        multiply_chunk(unit, shared, stage, number, 0, sums);
-        multiply_chunk(unit, shared, stage, number, 1, IS_SMALL ? other : sums);
+        multiply_chunk(args, unit, shared, stage, number, 0, sums);
+        multiply_chunk(args, unit, shared, stage, number, 1, IS_SMALL ? other : sums);
         if (IS_SMALL)
 #pragma unroll
             for (i32 i = 0; i < 4; i++) sums.x[0][0][i] += other.x[0][0][i];
@@ -70,8 +70,8 @@ DEVICE void multiply_unit(const PackedArgs& args, const Unit& unit, const char* 
     }
     Sums part;
     part.clear();
-    multiply_chunk(unit, shared, stage, number, 0, part);
-    multiply_chunk(unit, shared, stage, number, 1, part);
+    multiply_chunk(args, unit, shared, stage, number, 0, part);
+    multiply_chunk(args, unit, shared, stage, number, 1, part);
 #pragma unroll
     for (i32 n = 0; n < EIGHTS; n++)
 #pragma unroll

@@ -1,4 +1,4 @@
-// Weights on their way to shared memory and registers, and what they become there.
+// Weights on their way to registers, and what they become there.
 #pragma once
 #include "x.cuh"
 
@@ -46,35 +46,13 @@ DEVICE u32 byte_of(const PackedArgs& args, i32 number, i32 which) {
 }
 DEVICE i32 block_of(const PackedArgs& args, i32 number) { return min(number, args.scale_columns - 1); }
 
-// Starts the copies of a unit of weights: each thread to places that it alone reads. Without a cache policy:
-// the assembler of CUDA 12.8 to 13.3 may name a register that nothing wrote as the policy, an illegal instruction.
-DEVICE void copy_unit(const PackedArgs& args, char* stage, const Rows& at, i32 number) {
-    char *chunks = stage + threadIdx.x * 16, *words = stage + WORDS_PLACE + threadIdx.x * 4;
-#pragma unroll
-    for (i32 which = 0; which < 2; which++) {
-        u32 byte = byte_of(args, number, which);
-#pragma unroll
-        for (i32 m = 0; m < SIXTEENS; m++)
-#pragma unroll
-            for (i32 h = 0; h < 2; h++) {
-                i32 i = (m * 2 + h) * 2 + which;
-                copy_async(chunks + i * THREADS * 16, args.weight + (at.bytes[m][h] + byte), 16);
-                if (!IS_PACKED) continue;
-                u32 place = scale_place(at.scales[m][h], byte * 2);
-                copy_word_async(words + i * THREADS * 4, args.scale + (place & ~3u));
-                if (FORMAT == INT4 && args.zero)
-                    copy_word_async(words + (CHUNKS + i) * THREADS * 4, args.zero + (place / 2 & ~3u));
-            }
-    }
-    if (ROW_BLOCK)
-#pragma unroll
-        for (i32 i = 0; i < SIXTEENS * 2; i++)
-            copy_word_async(words + i * THREADS * 4, args.scale + (at.scales[i / 2][i % 2] + block_of(args, number)) * 4);
+DEVICE void load_scales(const PackedArgs& args, Chunk& chunk, u32 place) {
+    chunk.scale = FORMAT == MXFP4 ? load_byte(args.scale + place) : load_short(args.scale + place);
+    if (FORMAT == INT4) chunk.zero = args.zero ? load_byte(args.zero + place / 2) : 8;
 }
 
-// A unit that has arrived; `at` are the rows of its tile.
-DEVICE void read_unit(const PackedArgs& args, const char* stage, Unit& unit, const Rows& at, i32 number) {
-    const char *chunks = stage + threadIdx.x * 16, *words = stage + WORDS_PLACE + threadIdx.x * 4;
+// A unit of weights to registers.
+DEVICE void load_unit(const PackedArgs& args, Unit& unit, const Rows& at, i32 number, u64 policy) {
 #pragma unroll
     for (i32 which = 0; which < 2; which++) {
         u32 byte = byte_of(args, number, which);
@@ -82,23 +60,17 @@ DEVICE void read_unit(const PackedArgs& args, const char* stage, Unit& unit, con
         for (i32 m = 0; m < SIXTEENS; m++)
 #pragma unroll
             for (i32 h = 0; h < 2; h++) {
-                i32 i = (m * 2 + h) * 2 + which;
                 Chunk& chunk = unit.chunks[m][h][which];
-                chunk.bytes = *(const Quad*)(chunks + i * THREADS * 16);
-                if (!IS_PACKED) continue;
-                u32 place = scale_place(at.scales[m][h], byte * 2);
-                const char* word = words + i * THREADS * 4;
-                if (FORMAT == MXFP4)
-                    chunk.scale = *(const unsigned char*)(word + (place & 3));
-                else
-                    chunk.scale = *(const unsigned short*)(word + (place & 2));
-                if (FORMAT == INT4)
-                    chunk.zero = args.zero ? *(const unsigned char*)(words + (CHUNKS + i) * THREADS * 4 + (place / 2 & 3)) : 8;
+                chunk.bytes = load_once(args.weight + (at.bytes[m][h] + byte), policy);
+                if (IS_PACKED) load_scales(args, chunk, scale_place(at.scales[m][h], byte * 2));
             }
     }
     if (ROW_BLOCK)
 #pragma unroll
-        for (i32 i = 0; i < SIXTEENS * 2; i++) unit.block_scales[i / 2][i % 2] = *(const float*)(words + i * THREADS * 4);
+        for (i32 m = 0; m < SIXTEENS; m++)
+#pragma unroll
+            for (i32 h = 0; h < 2; h++)
+                unit.block_scales[m][h] = load_constant((const float*)args.scale + (at.scales[m][h] + block_of(args, number)));
 }
 
 DEVICE u32 twice(u32 value) { return value | value << 16; }

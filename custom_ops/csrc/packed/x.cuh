@@ -32,46 +32,43 @@ DEVICE void reorder(u32 (&pairs)[4]) {
     }
 }
 
-// Starts the copies of what goes with a unit: lane l has token l / 4 of each 8, zeros behind the last.
-DEVICE void copy_x(const PackedArgs& args, char* stage, i32 number) {
-    constexpr i32 BYTES = X_KIND == X_VALUES ? 2 : 1;
-    char* pieces = stage + PIECES_PLACE + threadIdx.x * 16;
-#pragma unroll
-    for (i32 n = 0; n < EIGHTS; n++) {
-        i32 token = n * 8 + (lane_id() >> 2);
-        const char* row = args.x + (i64)token * args.x_stride * BYTES;
-#pragma unroll
-        for (i32 i = 0; i < 2 * X_PIECES; i++) {
-            i32 column = column_of(number, i / max(X_PIECES, 1)) + i % max(X_PIECES, 1) * (16 / BYTES);
-            bool is_there = token < args.num_tokens && column < args.size;
-            copy_async(pieces + (n * 2 * X_PIECES + i) * THREADS * 16, is_there ? row + column * BYTES : args.x, is_there ? 16 : 0);
-        }
+// Whether a lane holds the right operand's one token, and not zeros, in the columns of its weights.
+DEVICE bool has_token() { return LANE_SUMS ? lane_id() == (lane_id() & 3) * 9 : lane_id() < 4; }
+
+// Piece `i` of those of x that go with chunk `which` of the unit, of the lane's token of the `eight`-th 8.
+DEVICE Quad x_piece(const PackedArgs& args, const char* shared, const char* stage, i32 eight, i32 number, i32 which, i32 i) {
+    Quad v = {{0, 0, 0, 0}};
+    i32 column = column_of(number, which) + i * (16 / X_BYTES), token = X_KIND == X_SHARED ? 0 : eight * 8 + (lane_id() >> 2);
+    if (X_KIND == X_SHARED) {
+        if (has_token()) v = *(const Quad*)(shared + X_PLACE + column * 2);
+    } else if (RING) {
+        v = *(const Quad*)(stage + PIECES_PLACE + (((eight * 2 + which) * X_PIECES + i) * THREADS + threadIdx.x) * 16);
+    } else if (token < args.num_tokens && column < args.size) {
+        v = *(const Quad*)(args.x + (token * args.x_stride + column) * X_BYTES);
     }
+    return v;
 }
 
-// The lane with the columns of this one for the right operand's token.
-DEVICE i32 x_lane() { return (lane_id() & 3) * (LANE_SUMS ? 9 : 1); }
-
-// The values of x that go with chunk `which` of the unit, of the lane's token of the `eight`-th 8.
-DEVICE void load_x(const char* shared, const char* stage, i32 eight, i32 number, i32 which, u32 (&pairs)[PAIRS]) {
-    const char* pieces = stage + PIECES_PLACE + ((eight * 2 + which) * X_PIECES * THREADS + threadIdx.x) * 16;
+// The values of x that go with a chunk of the weight, of the lane's token.
+DEVICE void load_x(const PackedArgs& args, const char* shared, const char* stage, i32 eight, i32 number, i32 which, u32 (&pairs)[PAIRS]) {
 #pragma unroll
-    for (i32 i = 0; i < PAIRS / 4; i++) {  // of 8 columns
-        u32 four[4];
-        if (X_KIND == X_SHARED || X_KIND == X_VALUES) {
-            Quad v = {{0, 0, 0, 0}};
-            if (X_KIND == X_VALUES) v = *(const Quad*)(pieces + i * THREADS * 16);
-            if (X_KIND == X_SHARED && lane_id() == x_lane()) v = *(const Quad*)(shared + X_PLACE + (column_of(number, which) + 8 * i) * 2);
+    for (i32 i = 0; i < PIECES; i++) {
+        Quad v = x_piece(args, shared, stage, eight, number, which, i);
+        u32 some[8];
 #pragma unroll
-            for (i32 j = 0; j < 4; j++) four[j] = v.x[j];
-        } else {
-            const u32* words = (const u32*)(pieces + i / 2 * THREADS * 16 + i % 2 * 8);
-            widen_bytes(words[0], X_KIND == X_INT8, four[0], four[1]);
-            widen_bytes(words[1], X_KIND == X_INT8, four[2], four[3]);
+        for (i32 j = 0; j < 4; j++) {
+            if (X_BYTES == 2)
+                some[j] = v.x[j];
+            else
+                widen_bytes(v.x[j], X_KIND == X_INT8, some[2 * j], some[2 * j + 1]);
         }
-        if (IS_PACKED && X_KIND != X_SHARED) reorder(four);
 #pragma unroll
-        for (i32 j = 0; j < 4; j++) pairs[i * 4 + j] = four[j];
+        for (i32 j = 0; j < PAIRS / PIECES; j += 4) {
+            u32 four[4] = {some[j], some[j + 1], some[j + 2], some[j + 3]};
+            if (IS_PACKED && X_KIND != X_SHARED) reorder(four);
+#pragma unroll
+            for (i32 k = 0; k < 4; k++) pairs[i * (PAIRS / PIECES) + j + k] = four[k];
+        }
     }
 }
 
