@@ -16,12 +16,12 @@ from compiled_engine.custom_ops import moe, reference_moe
 from compiled_engine.custom_ops.library import LIBRARY, define_op
 from compiled_engine.custom_ops.moe_choice import (
     block_traits,
-    pick_stream,
     select_block,
     with_target,
 )
 from compiled_engine.custom_ops.moe_cuda import route_cuda, run_experts, traits_of
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
+from compiled_engine.custom_ops.moe_sizes import pick_stream
 from compiled_engine.custom_ops.registry import Target
 
 

@@ -1,23 +1,15 @@
-"""Which kernels serve `route` and `experts`, why others cannot, and the sizes they run with.
+"""Which kernels serve `route`, `experts` and `sparse_mlp`, and why others cannot.
 
 What is fastest was measured on an H200, with the weights of Qwen3-30B-A3B and gpt-oss-20b.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.moe_config import (
-    PackedExpertsConfig,
-    PackedTokenConfig,
-    PairTilesConfig,
-    RowsConfig,
-    StreamConfig,
-)
 from compiled_engine.custom_ops.quant_packed import MOST_SHARED_ARCH
 from compiled_engine.custom_ops.registry import (
     Candidate,
@@ -55,7 +47,7 @@ _SHARED_BYTES_ELSEWHERE = 101376
 _E4M3_ARCH = 89
 # Experts of a token, and columns of all of them, that the kernel for one token of those takes.
 MAX_TOKEN_EXPERTS, MAX_TOKEN_COLUMNS = 16, 32768
-_FP8_BLOCK = 128
+FP8_BLOCK = 128
 _MXFP4_GROUP = 32
 
 
@@ -134,6 +126,11 @@ def with_target(traits: Traits, target: Target) -> dict[str, int]:
     return {**traits, "arch": target.arch}
 
 
+def shared_bytes(arch: int) -> int:
+    """Shared memory that a block of threads may have, by compute capability."""
+    return _SHARED_BYTES.get(arch, _SHARED_BYTES_ELSEWHERE)
+
+
 def router_part(size: int) -> int:
     """Columns of each of the `ROUTER_PARTS` that the router's kernel divides rows into."""
     part = -(-size // ROUTER_PARTS)
@@ -148,7 +145,7 @@ def _router_bytes(size: int) -> int:
 def _rejects_block(traits: Traits) -> str | None:
     """What the kernels without sorting do not take."""
     size, num_experts = traits["size"], traits["num_experts"]
-    room = _SHARED_BYTES.get(traits["arch"], _SHARED_BYTES_ELSEWHERE)
+    room = shared_bytes(traits["arch"])
     rules = (
         (traits["has_one_router_dtype"], "needs the same dtype for x, norm and router"),
         (traits["is_router_contiguous"], "needs contiguous weights of norm and router"),
@@ -217,7 +214,8 @@ def _rejects_rows(traits: Traits) -> str | None:
     return _rejects(traits)
 
 
-def _pairs_of_expert(traits: Traits) -> float:
+def pairs_of_expert(traits: Traits) -> float:
+    """Pairs of token and expert that an expert has if all have as many."""
     return traits["num_tokens"] * traits["top_k"] / traits["num_experts"]
 
 
@@ -228,7 +226,7 @@ def _why_rows_are_slower(traits: Traits) -> str | None:
 
 
 def _why_stream_is_slower(traits: Traits) -> str | None:
-    if _pairs_of_expert(traits) > MAX_STREAM_PAIRS:
+    if pairs_of_expert(traits) > MAX_STREAM_PAIRS:
         return "reads weights again for every few pairs"
     return None
 
@@ -259,7 +257,7 @@ def _rejects_packed_token(traits: Traits) -> str | None:
 
 
 def _why_packed_is_slower(traits: Traits) -> str | None:
-    if _pairs_of_expert(traits) > MAX_PACKED_PAIRS:
+    if pairs_of_expert(traits) > MAX_PACKED_PAIRS:
         return "reads weights again for every few pairs"
     return None
 
@@ -421,97 +419,3 @@ def _select(family: str, kernel: str, target: Target, dtype: torch.dtype, traits
     if kernel and reasons[kernel] is not None:
         raise ValueError(f"{family}: kernel {kernel} {reasons[kernel]}")
     return kernel or best_of([c for c in found if reasons[c.name] is None], traits).name
-
-
-# By products, first and second.
-_ROWS = (RowsConfig(2, 2048, 1, 4), RowsConfig(4, 256, 12, 4))
-_ROWS_MXFP4 = (RowsConfig(4, 1024, 3, 4), RowsConfig(4, 1024, 12, 4))
-# By pairs of an expert to expect, up to.
-_STREAM = {
-    0.2: (StreamConfig(64, 8, 128, 3, 2), StreamConfig(64, 8, 128, 3, 2)),
-    0.5: (StreamConfig(128, 8, 128, 3, 4), StreamConfig(64, 8, 128, 3, 2)),
-    4: (StreamConfig(128, 16, 128, 3, 4), StreamConfig(64, 16, 128, 4, 4)),
-}
-_STREAM_MORE = (StreamConfig(128, 32, 64, 5, 4), StreamConfig(64, 32, 128, 4, 4))
-_STREAM_MXFP4 = {
-    1.0: (StreamConfig(128, 8, 128, 3, 4), StreamConfig(64, 8, 128, 3, 4)),
-}
-_STREAM_MXFP4_MORE = (StreamConfig(128, 16, 128, 3, 4), StreamConfig(32, 16, 128, 3, 2))
-# By pairs of an expert to expect, up to.
-_TILES = {
-    64: (
-        PairTilesConfig(64, 64, 64, 4, 4, True),
-        PairTilesConfig(64, 128, 64, 4, 4, True),
-    ),
-}
-_TILES_MORE = (
-    PairTilesConfig(128, 128, 64, 4, 8, True),
-    PairTilesConfig(128, 256, 64, 4, 8, True),
-)
-_TILES_PACKED = (
-    PairTilesConfig(64, 64, 64, 3, 4),
-    PairTilesConfig(64, 128, 64, 3, 4),
-)
-
-
-# By pairs of an expert to expect, up to.
-_PACKED = {
-    2.0: (PackedExpertsConfig(8, 1, 6, 1, 4), PackedExpertsConfig(8, 1, 6, 1, 4)),
-    4.0: (PackedExpertsConfig(16, 2, 6, 1, 2), PackedExpertsConfig(16, 2, 6, 1, 2)),
-}
-_PACKED_MORE = (PackedExpertsConfig(32, 2, 4, 3, 2), PackedExpertsConfig(32, 2, 4, 3, 2))
-
-
-# The two products of one token.
-_PACKED_TOKEN = (PackedTokenConfig(1, 4, 4, 4), PackedTokenConfig(1, 8, 3, 2))
-
-
-def pick_packed_token() -> tuple[PackedTokenConfig, PackedTokenConfig]:
-    """The sizes of the kernels for packed weights and one token."""
-    return _PACKED_TOKEN
-
-
-def pick_packed(traits: Traits) -> tuple[PackedExpertsConfig, PackedExpertsConfig]:
-    """The sizes of the kernels for packed weights."""
-    pairs = _pairs_of_expert(traits)
-    return next((c for most, c in _PACKED.items() if pairs <= most), _PACKED_MORE)
-
-
-def pick_rows(traits: Traits) -> tuple[RowsConfig, RowsConfig]:
-    """The sizes of the kernels of pairs on their own."""
-    if traits["is_mxfp4"]:
-        return _ROWS_MXFP4
-    if traits["is_plain"]:
-        return _ROWS
-    first, second = (replace(config, block=_FP8_BLOCK) for config in _ROWS)
-    return first, second
-
-
-def pick_stream(traits: Traits) -> tuple[StreamConfig, StreamConfig]:
-    """The sizes of the kernels that stream weights."""
-    pairs = _pairs_of_expert(traits)
-    table, more = _STREAM, _STREAM_MORE
-    if traits["is_mxfp4"]:
-        table, more = _STREAM_MXFP4, _STREAM_MXFP4_MORE
-    first, second = next((c for most, c in table.items() if pairs <= most), more)
-    return _held(first, traits), _held(second, traits)
-
-
-def _held(config: StreamConfig, traits: Traits) -> StreamConfig:
-    """With the stages, 2 at least, that shared memory holds where the device is known."""
-    if "arch" not in traits:
-        return config
-    stage = (config.rows + config.pairs) * config.block * 2
-    room = _SHARED_BYTES.get(traits["arch"], _SHARED_BYTES_ELSEWHERE)
-    return replace(config, stages=max(2, min(config.stages, room // stage)))
-
-
-def pick_tiles(traits: Traits) -> tuple[PairTilesConfig, PairTilesConfig]:
-    """The sizes of the kernels over tiles of sorted pairs."""
-    if not traits["is_plain"]:
-        return _TILES_PACKED
-    pairs = _pairs_of_expert(traits)
-    first, second = next((c for most, c in _TILES.items() if pairs <= most), _TILES_MORE)
-    if traits["size"] % 8 or traits["inner_size"] % 8:  # rows of descriptors start at 16 bytes
-        first, second = (replace(config, has_descriptors=False) for config in (first, second))
-    return first, second

@@ -10,17 +10,19 @@ from torch import Tensor
 from compiled_engine.custom_ops import reference_moe
 from compiled_engine.custom_ops.moe_choice import (
     experts_traits,
-    pick_packed,
-    pick_packed_token,
-    pick_rows,
-    pick_stream,
-    pick_tiles,
     route_kernel,
     route_traits,
     select_experts,
     with_target,
 )
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
+from compiled_engine.custom_ops.moe_sizes import (
+    pick_packed,
+    pick_packed_token,
+    pick_rows,
+    pick_stream,
+    pick_tiles,
+)
 from compiled_engine.custom_ops.registry import Target
 
 

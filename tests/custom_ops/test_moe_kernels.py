@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from compiled_engine.custom_ops import moe_block, moe_choice
+from compiled_engine.custom_ops import moe_block, moe_choice, moe_sizes
 from compiled_engine.custom_ops.moe_cuda import traits_of
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
 from compiled_engine.custom_ops.registry import Target
@@ -92,10 +92,10 @@ def test_a_router_of_too_many_experts_goes_to_the_reference():
 @pytest.mark.parametrize("num_tokens", [1, 3, 64, 500, 8192])
 def test_sizes_suit_the_format(format, num_tokens):
     traits = traits_of(operands(num_tokens, format))
-    first, second = moe_choice.pick_tiles(traits)
+    first, second = moe_sizes.pick_tiles(traits)
     assert first.pairs == second.pairs
     assert not (format and (first.has_descriptors or second.has_descriptors))
-    for config in (*moe_choice.pick_rows(traits), *moe_choice.pick_stream(traits)):
+    for config in (*moe_sizes.pick_rows(traits), *moe_sizes.pick_stream(traits)):
         assert config.block % 32 == 0
 
 
@@ -168,9 +168,9 @@ def test_rows_that_shared_memory_does_not_hold_are_normed_apart(arch, size, kern
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 16, 64])
 def test_stages_of_streamed_weights_are_those_that_shared_memory_holds(num_tokens):
     traits = traits_of(operands(num_tokens))
-    wanted = moe_choice.pick_stream(traits)
+    wanted = moe_sizes.pick_stream(traits)
     held = {
-        arch: moe_choice.pick_stream(moe_choice.with_target(traits, Target("cuda", arch)))
+        arch: moe_sizes.pick_stream(moe_choice.with_target(traits, Target("cuda", arch)))
         for arch in (80, 86, 90)
     }
     assert held[80] == held[90] == wanted

@@ -7,7 +7,14 @@ import functools
 import pytest
 import torch
 
-from compiled_engine.custom_ops import cuda_build, moe, moe_packed, moe_packed_token, reference_moe
+from compiled_engine.custom_ops import (
+    cuda_build,
+    moe,
+    moe_packed,
+    moe_packed_token,
+    moe_sizes,
+    reference_moe,
+)
 from compiled_engine.custom_ops.moe_config import PackedExpertsConfig, PackedTokenConfig
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
 from tests.helpers import cuda_emulator
@@ -120,8 +127,9 @@ def test_scales_for_one_token_are_exact():
 
 @pytest.mark.parametrize("is_down", [False, True])
 def test_the_kernel_for_one_token_compiles_without_spills(is_down):
-    operands = operands_of((1, 4, 4, 576, 288))
-    variant = moe_packed_token.variant_of(operands, PackedTokenConfig(), is_down=is_down)
+    operands = operands_of((1, 4, 4, 2880, 2880))
+    config = moe_sizes.pick_packed_token()[is_down]
+    variant = moe_packed_token.variant_of(operands, config, is_down=is_down)
     cubin = cuda_build.compile_source(moe_packed_token.SOURCE, "sm_90a", variant.flags)
     assert copies(cubin.code)[1] == 0, "ptxas encoded a copy with a cache policy wrongly"
     assert "0 bytes spill stores" in cubin.log
