@@ -31,6 +31,7 @@
 constexpr float SLACK = 8.0f;  // log2 by which a score may exceed the maximum that its sums are kept
                                // relative to; 2^8 is far from the ends of 16-bit floats
 constexpr i32 WARPS = 4;
+constexpr i32 MERGED_HEADS = 4;  // most heads of a token that a warp combines together
 constexpr i32 THREADS = 32 * WARPS;
 constexpr i32 CHUNK = 16;                       // positions a warp reads at a time, all of one page
 constexpr i32 ROW_BYTES = 2 * HEAD_DIM + 16;    // in shared memory; 8 rows lie in different banks

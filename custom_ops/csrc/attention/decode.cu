@@ -49,24 +49,32 @@ DEVICE float scaled(const DecodeArgs& args, float product) {
     return (1.0f - 2.0f * reciprocal(power_of_two(product * args.cap_in) + 1.0f)) * args.cap_out;
 }
 
-// Adds the scores of a chunk: element i of a tile is of position lane / 4 + (i / 2) * 8, column i % 2.
-template <int TILES>
-DEVICE void multiply_keys(const Rows<TILES>& rows, const char* keys, float (&s)[TILES][4]) {
+// Adds the scores of chunks that stand `distance` bytes apart: element i of a tile is of position
+// lane / 4 + (i / 2) * 8, column i % 2.
+template <int CHUNKS, int TILES>
+DEVICE void multiply_keys(const Rows<TILES>& rows, const char* keys, i32 distance, float (&s)[CHUNKS][TILES][4]) {
     i32 lane = lane_id();
     const char* row = keys + (lane & 15) * ROW_BYTES + (lane >> 4) * 16;
-    float odd[TILES][4];
+    float odd[CHUNKS][TILES][4];
 #pragma unroll
-    for (i32 n = 0; n < TILES; n++)
-        for (i32 i = 0; i < 4; i++) odd[n][i] = 0.0f;
+    for (i32 c = 0; c < CHUNKS; c++)
 #pragma unroll
-    for (i32 m = 0; m < DIM_TILES; m++) {
-        Quad k = load_matrices(row + m * 32);
+        for (i32 n = 0; n < TILES; n++)
+            for (i32 i = 0; i < 4; i++) odd[c][n][i] = 0.0f;
 #pragma unroll
-        for (i32 n = 0; n < TILES; n++) multiply(m & 1 ? odd[n] : s[n], k, rows.q[m][n][0], rows.q[m][n][1]);
-    }
+    for (i32 m = 0; m < DIM_TILES; m++)
 #pragma unroll
-    for (i32 n = 0; n < TILES; n++)
-        for (i32 i = 0; i < 4; i++) s[n][i] += odd[n][i];
+        for (i32 c = 0; c < CHUNKS; c++) {
+            Quad k = load_matrices(row + c * distance + m * 32);
+#pragma unroll
+            for (i32 n = 0; n < TILES; n++)
+                multiply(m & 1 ? odd[c][n] : s[c][n], k, rows.q[m][n][0], rows.q[m][n][1]);
+        }
+#pragma unroll
+    for (i32 c = 0; c < CHUNKS; c++)
+#pragma unroll
+        for (i32 n = 0; n < TILES; n++)
+            for (i32 i = 0; i < 4; i++) s[c][n][i] += odd[c][n][i];
 }
 
 // Adds a chunk's values, weighted; `row` is what this lane loads of them.
@@ -115,24 +123,24 @@ template <int TILES> DEVICE void raise_tops(Rows<TILES>& rows, const float (&hig
         }
 }
 
-// Attends to CHUNKS chunks, from `first` on, that stand `distance` bytes apart; the last ones of a
-// shared prefix may not be there.
+// Attends to CHUNKS chunks, from `first` on, that stand `distance` bytes apart. All are there.
 template <int CHUNKS, int TILES>
 DEVICE void attend_chunks(
     const DecodeArgs& args, Rows<TILES>& rows, const char* chunks, i32 distance, const Segment& segment, i32 first) {
     i32 lane = lane_id();
     float s[CHUNKS][TILES][4], highest[TILES][2];
 #pragma unroll
+    for (i32 c = 0; c < CHUNKS; c++)
+#pragma unroll
+        for (i32 n = 0; n < TILES; n++)
+            for (i32 i = 0; i < 4; i++) s[c][n][i] = 0.0f;
+    multiply_keys(rows, chunks, distance, s);
+#pragma unroll
     for (i32 c = 0; c < CHUNKS; c++) {
         i32 position = (first + c) * CHUNK;
 #pragma unroll
         for (i32 n = 0; n < TILES; n++)
-            for (i32 i = 0; i < 4; i++) s[c][n][i] = 0.0f;
-        if (CHUNKS == 1 || first + c < segment.end_chunk) multiply_keys(rows, chunks + c * distance, s[c]);
-#pragma unroll
-        for (i32 n = 0; n < TILES; n++)
             for (i32 i = 0; i < 4; i++) s[c][n][i] = scaled(args, s[c][n][i]);
-        // a chunk that is not there lies past the end
         if (args.window > 0 || position < segment.begin || position + CHUNK > segment.end)
             hide_positions(rows, segment, position, s[c]);
     }
@@ -159,8 +167,7 @@ DEVICE void attend_chunks(
             }
     const char* row = chunks + CHUNK_BYTES + ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + (lane >> 3 & 1) * 16;
 #pragma unroll
-    for (i32 c = 0; c < CHUNKS; c++)
-        if (CHUNKS == 1 || first + c < segment.end_chunk) multiply_values(rows, row + c * distance, s[c]);
+    for (i32 c = 0; c < CHUNKS; c++) multiply_values(rows, row + c * distance, s[c]);
 }
 
 // A warp's place in the stream of chunks.
@@ -264,7 +271,7 @@ DEVICE void attend_token(const DecodeArgs& args, const Shared& shared, Stream& s
 // end in it.
 DEVICE void attend_tokens(
     const DecodeArgs& args, const Shared& shared, Stream& stream, Walk walk, i32 lane_number, i32 kv_head) {
-    Merges merges{-1, -1, 0, false};
+    Merges merges{-1, -1, 0, false, 0, 0, 0};
     Rows<HEAD_TILES> rows;
     load_token(args, rows, walk.segment, kv_head);
 #pragma unroll 1
@@ -341,15 +348,23 @@ DEVICE void attend_members(const DecodeArgs& args, const Shared& shared, Stream&
     rows.clear();
     load_members(args, rows, segment, kv_head);
     i32 num_steps = segment.steps(0), distance = STAGES * 2 * CHUNK_BYTES;
+    bool is_needed = warp_id() * SHARED_TILES * 8 < segment.num_members * GROUP;
 #pragma unroll 1
     for (i32 step = 0; step < num_steps; step++) {
         wait_copies<STAGES - 1>();
         __syncthreads();
 #pragma unroll 1
-        for (i32 w = 0; w < WARPS; w += PREFIX_CHUNKS) {
+        for (i32 w = 0; is_needed && w < WARPS;) {
             i32 chunk = segment.first_chunk + step * WARPS + w;
+            const char* place = ring_place(shared, w, stream.stage);
             if (chunk >= segment.end_chunk) break;
-            attend_chunks<PREFIX_CHUNKS>(args, rows, ring_place(shared, w, stream.stage), distance, segment, chunk);
+            if (chunk + PREFIX_CHUNKS <= segment.end_chunk) {
+                attend_chunks<PREFIX_CHUNKS>(args, rows, place, distance, segment, chunk);
+                w += PREFIX_CHUNKS;
+            } else {
+                attend_chunks<1>(args, rows, place, distance, segment, chunk);
+                w++;
+            }
         }
         __syncthreads();
         stream.refill(args, shared, kv_head);

@@ -63,62 +63,100 @@ DEVICE Parts parts_of(const DecodeArgs& args, i32 record, i32 lane_number, i32 h
     return parts;
 }
 
-// Leaves the slots as they were; each lane of the warp those values that it has read.
-DEVICE void clear_slots(const Parts& parts) {
+// Leaves a head's slots as they were, `offset` after those of `parts`; each lane of the warp those
+// values that it has read.
+DEVICE void clear_slots(const Parts& parts, i32 offset) {
     i32 lane = lane_id();
 #pragma unroll 1
     for (i32 i = 0; i < parts.num_slots; i++) {
         if (lane * 4 < HEAD_DIM)
-            store_relaxed((Float4*)(parts.place(i) + lane * 4), Float4{{0.0f, 0.0f, 0.0f, 0.0f}});
-        if (lane == i % 32) store_relaxed(parts.place(i) + HEAD_DIM, 0.0f);
+            store_relaxed((Float4*)(parts.place(i) + offset + lane * 4), Float4{{0.0f, 0.0f, 0.0f, 0.0f}});
+        if (lane == i % 32) store_relaxed(parts.place(i) + offset + HEAD_DIM, 0.0f);
     }
 }
 
-// The result of one head of a token, by a warp, with BATCH loads on their way. All parts are marked.
-template <int BATCH> DEVICE void merge_head(const DecodeArgs& args, const Parts& parts, i32 token, i32 head) {
+// The results of HEADS heads of a token, from `head` on, by a warp, with BATCH loads of each on their
+// way; `parts` are those of the first. All parts are marked.
+template <int BATCH, int HEADS>
+DEVICE void merge_heads(const DecodeArgs& args, const Parts& parts, i32 token, i32 head) {
     i32 last = parts.count() - 1, column = min(lane_id() * 4, HEAD_DIM - 4);
-    float top = LOWEST, total = 0.0f, acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (args.sinks) {
-        top = args.sinks[head] * LOG2E;
-        total = 1.0f;
+    float top[HEADS], total[HEADS], acc[HEADS][4];
+#pragma unroll
+    for (i32 h = 0; h < HEADS; h++) {
+        top[h] = args.sinks ? args.sinks[head + h] * LOG2E : LOWEST;
+        total[h] = args.sinks ? 1.0f : 0.0f;
+        for (i32 d = 0; d < 4; d++) acc[h][d] = 0.0f;
     }
 #pragma unroll 1
     for (i32 first = 0; first <= last; first += BATCH) {
         i32 mine = first + lane_id() % BATCH;  // past the last part: that one again, without weight
         const float* place = parts.place(min(mine, last));
-        Float4 values[BATCH];
-        float sum;
+        Float4 values[HEADS][BATCH];
+        float sum[HEADS];
         u32 least;
 #pragma unroll 1
         do {
-            sum = load_relaxed(place + HEAD_DIM);
+            least = FULL;
+#pragma unroll
+            for (i32 h = 0; h < HEADS; h++) sum[h] = load_relaxed(place + h * PART_SIZE + HEAD_DIM);
 #pragma unroll
             for (i32 j = 0; j < BATCH; j++) {
-                const float* other = (const float*)__shfl_sync(FULL, (u64)place, j);
-                values[j] = load_relaxed((const Float4*)(other + column));
-            }
-            least = bits_of(sum);
+                const float* other = (const float*)__shfl_sync(FULL, (u64)place, j) + column;
 #pragma unroll
-            for (i32 j = 0; j < BATCH; j++)
-                for (i32 d = 0; d < 4; d++) least = smaller(least, bits_of(values[j].x[d]));
+                for (i32 h = 0; h < HEADS; h++) values[h][j] = load_relaxed((const Float4*)(other + h * PART_SIZE));
+            }
+#pragma unroll
+            for (i32 h = 0; h < HEADS; h++) {
+                least = smaller(least, bits_of(sum[h]));
+#pragma unroll
+                for (i32 j = 0; j < BATCH; j++)
+                    for (i32 d = 0; d < 4; d++) least = smaller(least, bits_of(values[h][j].x[d]));
+            }
             if (least == 0) spin();
         } while (__any_sync(FULL, least == 0));
-        if (mine > last || lane_id() >= BATCH) sum = NEGATIVE_INFINITY;
-        float higher = larger(top, warp_max(sum)), shrink = power_of_two(top - higher);
-        float weight = power_of_two(sum - higher);
-        total = total * shrink + warp_sum(weight);
-        for (i32 d = 0; d < 4; d++) acc[d] *= shrink;
-        top = higher;
 #pragma unroll
-        for (i32 j = 0; j < BATCH; j++) {
-            float w = __shfl_sync(FULL, weight, j);
-            for (i32 d = 0; d < 4; d++) acc[d] += w * values[j].x[d];
+        for (i32 h = 0; h < HEADS; h++) {
+            if (mine > last || lane_id() >= BATCH) sum[h] = NEGATIVE_INFINITY;
+            float higher = larger(top[h], warp_max(sum[h])), shrink = power_of_two(top[h] - higher);
+            float weight = power_of_two(sum[h] - higher);
+            total[h] = total[h] * shrink + warp_sum(weight);
+            for (i32 d = 0; d < 4; d++) acc[h][d] *= shrink;
+            top[h] = higher;
+#pragma unroll
+            for (i32 j = 0; j < BATCH; j++) {
+                float w = __shfl_sync(FULL, weight, j);
+                for (i32 d = 0; d < 4; d++) acc[h][d] += w * values[h][j].x[d];
+            }
         }
     }
-    float factor = reciprocal(total);
-    for (i32 d = 0; d < 4; d++) acc[d] *= factor;
-    if (lane_id() * 4 < HEAD_DIM) store_result(args, token, head, column, acc);
-    clear_slots(parts);
+#pragma unroll
+    for (i32 h = 0; h < HEADS; h++) {
+        float factor = reciprocal(total[h]);
+        for (i32 d = 0; d < 4; d++) acc[h][d] *= factor;
+        if (lane_id() * 4 < HEAD_DIM) store_result(args, token, head + h, column, acc[h]);
+        clear_slots(parts, h * PART_SIZE);
+    }
+}
+
+// The results of `count` heads of a token, from `head` on, by a warp.
+DEVICE void merge_token(
+    const DecodeArgs& args, i32 record, i32 lane_number, i32 head, i32 count) {
+    i32 token = __shfl_sync(FULL, record, TOKEN);
+#pragma unroll 1
+    while (count > 0) {
+        Parts parts = parts_of(args, record, lane_number, head);
+        i32 done = 1;
+        if (parts.count() > 8) {
+            merge_heads<16, 1>(args, parts, token, head);
+        } else if (MERGED_HEADS > 1 && count >= MERGED_HEADS) {
+            merge_heads<8, MERGED_HEADS>(args, parts, token, head);
+            done = MERGED_HEADS;
+        } else {
+            merge_heads<8, 1>(args, parts, token, head);
+        }
+        head += done;
+        count -= done;
+    }
 }
 
 // Counter of a prefix's unit: its finished segments, and in the upper half its merged members.
@@ -142,26 +180,37 @@ struct Merges {
     i32 first, end;
     i32 record;  // of the last one
     bool is_grouped;
+    i32 count, unit, size;  // of the prefix of the unit at place first + thread, if it has one
 
     METHOD void add(i32 place, i32 unit_record, bool is_member) {
         if (first < 0) first = place;
         end = place + 1;
         record = unit_record;
         is_grouped |= is_member;
+        if (!HAS_GROUPS) return;
+        i32 of_count = __shfl_sync(FULL, unit_record, GROUP_COUNT), of_unit = __shfl_sync(FULL, unit_record, GROUP_UNIT);
+        i32 of_size = __shfl_sync(FULL, unit_record, GROUP_SIZE);
+        if (place - first == (i32)threadIdx.x) count = of_count, unit = of_unit, size = of_size;
+    }
+
+    // Waits until the unit of a prefix has been read, and counts a member that needs it no more.
+    METHOD void wait_for_group(const DecodeArgs& args, i32 kv_head, i32 of_unit, i32 of_count, i32 of_size, Leave& leave) const {
+        if (of_count == 0) return;
+        i32* counter = counter_of(args, of_unit, kv_head);
+        while ((load_acquire(counter) & 0xffff) != of_count) spin();
+        leave.end();
+        leave = {counter, (of_size - 1) << 16 | of_count, atomicAdd(counter, 1 << 16)};
     }
 
     // Until all prefixes have been read; counts the members that need them no more. All threads.
     METHOD Leave wait_for_groups(const DecodeArgs& args, i32 kv_head) const {
         Leave leave{nullptr, 0, 0};
+        wait_for_group(args, kv_head, unit, count, size, leave);
 #pragma unroll 1
-        for (i32 place = first + threadIdx.x; place < end; place += THREADS) {
-            const i32* unit = args.work + args.units + place * UNIT_FIELDS;
-            i32 count = load_fresh(unit + GROUP_COUNT), size = load_fresh(unit + GROUP_SIZE);
-            i32* counter = counter_of(args, load_fresh(unit + GROUP_UNIT), kv_head);
-            if (count == 0) continue;
-            while ((load_acquire(counter) & 0xffff) != count) spin();
-            leave.end();
-            leave = {counter, (size - 1) << 16 | count, atomicAdd(counter, 1 << 16)};
+        for (i32 place = first + threadIdx.x + THREADS; place < end; place += THREADS) {
+            const i32* record = args.work + args.units + place * UNIT_FIELDS;
+            i32 of_count = load_fresh(record + GROUP_COUNT), of_size = load_fresh(record + GROUP_SIZE);
+            wait_for_group(args, kv_head, load_fresh(record + GROUP_UNIT), of_count, of_size, leave);
         }
         __syncthreads();
         return leave;
@@ -170,27 +219,24 @@ struct Merges {
     // Writes the units' results. All threads.
     METHOD void run(const DecodeArgs& args, i32 lane_number, i32 kv_head) const {
         __syncthreads();  // this lane's own parts are written
-        i32 next = record_of(args, warp_id());
+        // heads of a token that a warp takes: few, while there are warps
+        i32 heads = (end - first) * GROUP <= WARPS ? 1 : min(GROUP, MERGED_HEADS), shares = (GROUP + heads - 1) / heads;
+        i32 next = record_of(args, warp_id() / shares);
         Leave leave{nullptr, 0, 0};
         if (HAS_GROUPS && is_grouped) leave = wait_for_groups(args, kv_head);
 #pragma unroll 1
-        for (i32 i = warp_id(); i < (end - first) * GROUP; i += WARPS) {
-            i32 unit_record = next, head = kv_head * GROUP + i % GROUP;
-            next = record_of(args, i + WARPS);
+        for (i32 i = warp_id(); i < (end - first) * shares; i += WARPS) {
+            i32 unit_record = next, part = i % shares * heads;
+            next = record_of(args, (i + WARPS) / shares);
             if (__shfl_sync(FULL, unit_record, PARTIAL) < 0) continue;
-            Parts parts = parts_of(args, unit_record, lane_number, head);
-            i32 token = __shfl_sync(FULL, unit_record, TOKEN);
-            if (parts.count() <= 8)
-                merge_head<8>(args, parts, token, head);
-            else
-                merge_head<16>(args, parts, token, head);
+            merge_token(args, unit_record, lane_number, kv_head * GROUP + part, min(heads, GROUP - part));
         }
         leave.end();
     }
 
-    // Of the unit of the i-th head to be merged.
+    // Of the i-th unit, or the last one.
     METHOD i32 record_of(const DecodeArgs& args, i32 i) const {
-        i32 place = min(first + i / GROUP, end - 1);
+        i32 place = min(first + i, end - 1);
         return place == end - 1 ? record : load_record(args, place);
     }
 };
