@@ -8,9 +8,12 @@ spelling is in `attention_work_spec`, the kernels are in `attention_work_triton`
 A *candidate* is what the decode kernel may serve: every token (`is_decode`), or every sequence with
 one query token. A *unit* is KV of one candidate, or the shared prefix of up to `members_per_tile`
 candidates. Units, cut into tiles of `KV_TILE` positions (of a prefix: `GROUP_TILE`), stand in one
-line, those of prefixes first; of the n tiles *lane* l of the L lanes in use takes `n // L` (the
-first `n % L` lanes one more), so a unit may be cut by lanes into segments, each of which leaves one
-partial result. Fewer lanes are in use where each would get less than `MIN_LANE_TILES`.
+line, those of prefixes first. A tile costs `OWN_COST` (of a prefix: `GROUP_COST`), and `UNIT_COST`
+stands between two units: what a lane's first unit costs, whole or not, all lanes pay. Of the sum c
+of all costs *lane* l of the L lanes in use takes `c // L` (the first `c % L` lanes one more), and
+the tiles that begin in it; so a unit may be cut by lanes into segments, each of which leaves one
+partial result, and a lane may have none. Fewer lanes are in use where each would get less than a
+unit, and less than `MIN_LANE_TILES`.
 
 A member of a prefix always has a position of its own: its own last one, which this step wrote.
 Pages of a prefix, and positions before a row's first token of the step, hold what earlier steps
@@ -32,8 +35,14 @@ from compiled_engine.custom_ops.attention_tiles import tile_tokens
 # KV positions of a tile
 KV_TILE = 32
 # those of a tile of a shared prefix: with up to 64 query rows a position takes about twice as long
-# there as where one token reads it, and lanes get equal numbers of tiles
+# there as where one token reads it
 GROUP_TILE = 16
+# what lanes get equal shares of. A unit takes some time whatever its length: its record, its pages,
+# its queries and its first positions are waited for, and its result is stored and merged. Neither
+# cost of a tile is more than twice the other, so that no lane is left out within a unit
+UNIT_COST = 4
+GROUP_COST = 1
+OWN_COST = 1
 # lanes are used while each gets this many: 2 chunks of 16 positions for each of its 4 warps; with
 # less to read a lane, combining the lanes' results costs more than reading in parallel saves
 MIN_LANE_TILES = 4
@@ -226,9 +235,9 @@ def num_lanes(device: torch.device, num_kv_heads: int) -> int:
     return max(1, _num_sms(device) * PROGRAMS_PER_SM // num_kv_heads)
 
 
-def lanes_in_use(num_lanes: int, num_tiles: int) -> int:
+def lanes_in_use(num_lanes: int, num_tiles: int, num_units: int) -> int:
     """Lanes that share the tiles; at least 1."""
-    return min(num_lanes, max(1, -(-num_tiles // MIN_LANE_TILES)))
+    return min(num_lanes, max(1, num_units, -(-num_tiles // MIN_LANE_TILES)))
 
 
 def work_shape(

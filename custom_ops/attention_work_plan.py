@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from compiled_engine.custom_ops.attention_work import (
+    GROUP_COST,
     GROUP_TILE,
     KV_TILE,
     LANE_FIELDS,
@@ -21,6 +22,8 @@ from compiled_engine.custom_ops.attention_work import (
     MIN_LANE_TILES,
     MIN_MEMBERS,
     NUM_UNIT_FIELDS,
+    OWN_COST,
+    UNIT_COST,
     UNIT_FIELDS,
     Header,
     Lane,
@@ -78,6 +81,9 @@ class WorkConfig:
     header: int = 0
     kv_tile: int = KV_TILE
     group_tile: int = GROUP_TILE
+    unit_cost: int = UNIT_COST
+    group_cost: int = GROUP_COST
+    own_cost: int = OWN_COST
     min_members: int = MIN_MEMBERS
     min_lane_tiles: int = MIN_LANE_TILES
     lane_fields: int = LANE_FIELDS
@@ -186,40 +192,60 @@ def _place_groups(
     return unit, tile, tl.sum(units, 0), tl.sum(tiles, 0)
 
 
+class Line(NamedTuple):
+    """All tiles, and of them those of prefixes; all units."""
+
+    num_tiles: tl.tensor
+    num_shared: tl.tensor
+    num_units: tl.tensor
+
+
 @triton.jit
-def _shares(num_tiles: tl.tensor, C: tl.constexpr) -> tl.tuple:
-    """Lanes in use, tiles of each, and how many of them take one more."""
-    wanted = tl.maximum((num_tiles + C.min_lane_tiles - 1) // C.min_lane_tiles, 1)
+def _cost_before(tile: tl.tensor, unit: tl.tensor, line: tl.tuple, C: tl.constexpr) -> tl.tensor:
+    """Of all that stands before a tile of a unit."""
+    shared = tl.minimum(tile, line.num_shared)
+    return unit * C.unit_cost + shared * C.group_cost + (tile - shared) * C.own_cost
+
+
+@triton.jit
+def _shares(line: tl.tuple, C: tl.constexpr) -> tl.tuple:
+    """Cost of each lane in use, and how many of them take one more."""
+    wanted = (line.num_tiles + C.min_lane_tiles - 1) // C.min_lane_tiles
+    wanted = tl.maximum(tl.maximum(wanted, line.num_units), 1)
     lanes = tl.minimum(wanted, C.num_lanes)
-    return lanes, num_tiles // lanes, num_tiles % lanes
+    cost = _cost_before(line.num_tiles, tl.maximum(line.num_units - 1, 0), line, C)
+    return cost // lanes, cost % lanes
 
 
 @triton.jit
-def _lane_of(tile: tl.tensor, num_tiles: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Lane that takes a tile."""
-    _, share, extra = _shares(num_tiles, C)
+def _lane_of(tile: tl.tensor, unit: tl.tensor, line: tl.tuple, C: tl.constexpr) -> tl.tensor:
+    """Lane that takes a tile of a unit."""
+    share, extra = _shares(line, C)
+    cost = _cost_before(tile, unit, line, C)
     longer = extra * (share + 1)
-    later = extra + (tile - longer) // tl.maximum(share, 1)
-    return tl.where(tile < longer, tile // (share + 1), later)
+    later = extra + (cost - longer) // tl.maximum(share, 1)
+    return tl.where(cost < longer, cost // (share + 1), later)
 
 
 @triton.jit
-def _segments(tile: tl.tensor, count: tl.tensor, num_tiles: tl.tensor, C: tl.constexpr) -> tl.tuple:
+def _segments(
+    unit: tl.tensor, tile: tl.tensor, count: tl.tensor, line: tl.tuple, C: tl.constexpr
+) -> tl.tuple:
     """First lane and number of lanes of units."""
-    first = _lane_of(tile, num_tiles, C)
-    return first, _lane_of(tile + count - 1, num_tiles, C) - first + 1
+    first = _lane_of(tile, unit, line, C)
+    return first, _lane_of(tile + count - 1, unit, line, C) - first + 1
 
 
 @triton.jit
 def _write_units(
     wanted: tl.tensor,
     fields: tl.tuple,
-    num_tiles: tl.tensor,
+    line: tl.tuple,
     work: tl.tensor,
     at: tl.tuple,
     C: tl.constexpr,
 ) -> None:
-    """Writes units, and each into the lanes that begin in it.
+    """Writes units, and each into the lanes that begin or end in it.
 
     `fields` are the unit, then its fields in order.
     """
@@ -228,19 +254,32 @@ def _write_units(
     for i in tl.static_range(_NUM_FIELDS):
         tl.store(record + i, fields[i + 1], mask=wanted)
     tile, count = fields[1], fields[2]
-    first, num_segments = _segments(tile, count, num_tiles, C)
-    _, share, extra = _shares(num_tiles, C)
-    # a lane that began in an earlier unit is not this one's
-    skipped = (first * share + tl.minimum(first, extra) < tile).to(tl.int32)
+    first, num_segments = _segments(unit, tile, count, line, C)
+    last = first + num_segments - 1
+    # where a lane begins or ends in the unit before or after, that one says so
+    began = (unit > 0) & (_lane_of(tile - 1, unit - 1, line, C) == first)
+    goes_on = unit + 1 < line.num_units
+    goes_on &= _lane_of(tile + count, unit + 1, line, C) == last
+    before = _cost_before(tile, unit, line, C)
+    cost = tl.where(tile < line.num_shared, C.group_cost, C.own_cost)
+    share, extra = _shares(line, C)
     for i in range(0, tl.max(tl.where(wanted, num_segments, 0), 0)):
-        begins = wanted & (i >= skipped) & (i < num_segments)
-        record = work + C.lanes + (first + i) * C.lane_fields
+        lane = first + i
+        record = work + C.lanes + lane * C.lane_fields
+        inside = wanted & (lane <= last)
+        begins = inside & ((i > 0) | ~began)
+        start = lane * share + tl.minimum(lane, extra)
+        stop = start + share + (lane < extra).to(tl.int32)
         tl.store(record + C.lane_unit, unit, mask=begins)
+        skipped = (tl.maximum(start - before, 0) + cost - 1) // cost
+        tl.store(record + C.lane_tile, tile + skipped, mask=begins)
+        taken = tl.minimum((tl.maximum(stop - before, 0) + cost - 1) // cost, count)
+        tl.store(record + C.lane_stop, tile + taken, mask=inside & ((lane < last) | ~goes_on))
 
 
 @triton.jit
 def _group_places(
-    groups: tl.tuple, placed: tl.tuple, num_tiles: tl.tensor, at: tl.tuple, C: tl.constexpr
+    groups: tl.tuple, placed: tl.tuple, line: tl.tuple, at: tl.tuple, C: tl.constexpr
 ) -> tl.tuple:
     """Where each member's prefix is read: unit, its first tile and tiles, the member's place in it,
     its partial row, segments and members; all 0 outside of groups."""
@@ -251,7 +290,7 @@ def _group_places(
     count = (shared + C.group_tile - 1) // C.group_tile
     tile = placed[1] + rank // C.width * count
     size = tl.minimum(members - (rank - place), C.width)
-    lane, num_segments = _segments(tile, count, num_tiles, C)
+    lane, num_segments = _segments(unit, tile, count, line, C)
     row = at.group_partial + (unit + lane) * C.width + place
     row = tl.where(grouped, row, 0)
     num_segments = tl.where(grouped, num_segments, 0)
@@ -263,7 +302,7 @@ def _write_groups(
     candidates: tl.tuple,
     groups: tl.tuple,
     group_places: tl.tuple,
-    num_tiles: tl.tensor,
+    line: tl.tuple,
     work: tl.tensor,
     at: tl.tuple,
     C: tl.constexpr,
@@ -281,7 +320,7 @@ def _write_groups(
         unit, tile, count, zero, shared, row, first, size, partial, shared, lane,
         zero, zero, zero, zero,
     )  # fmt: skip
-    _write_units(grouped & (place == 0), fields, num_tiles, work, at, C)
+    _write_units(grouped & (place == 0), fields, line, work, at, C)
 
 
 @triton.jit
@@ -289,7 +328,7 @@ def _write_own(
     candidates: tl.tuple,
     own: tl.tuple,
     group_places: tl.tuple,
-    num_tiles: tl.tensor,
+    line: tl.tuple,
     work: tl.tensor,
     at: tl.tuple,
     C: tl.constexpr,
@@ -300,16 +339,17 @@ def _write_own(
     group_unit, _, _, _, group_row, group_count, group_size, _ = group_places
     grouped = group_count > 0
     wanted = count > 0
-    lane, num_segments = _segments(tile, count, num_tiles, C)
+    unit = num_units + index
+    lane, num_segments = _segments(unit, tile, count, line, C)
     is_final = wanted & (num_segments == 1) & ~grouped  # its one segment is the result
     partial = tl.where(is_final, -1, index)
     zero = token * 0
     group_unit = tl.where(grouped, group_unit, 0)
     fields = (
-        num_units + index, tile, count, start, length, row, token, zero, partial, early_end, lane,
+        unit, tile, count, start, length, row, token, zero, partial, early_end, lane,
         group_row, group_count, group_unit, group_size,
     )  # fmt: skip
-    _write_units(wanted, fields, num_tiles, work, at, C)
+    _write_units(wanted, fields, line, work, at, C)
     merge = work + at.merges + places * C.merge_fields
     listed = wanted & ~is_final
     tl.store(merge + C.merge_token, tl.where(listed, token, -1), mask=places < at.num_candidates)
@@ -323,22 +363,18 @@ def _write_own(
 def _write_lanes(
     block_table: tl.tensor,
     table_stride: tl.tensor,
-    num_tiles: tl.tensor,
     num_real: tl.tensor,
     work: tl.tensor,
     C: tl.constexpr,
 ) -> None:
     """Completes the lanes' records."""
     lane = tl.arange(0, C.padded_lanes)
-    lanes, share, extra = _shares(num_tiles, C)
-    tile = lane * share + tl.minimum(lane, extra)
-    stop = tile + share + (lane < extra).to(tl.int32)
-    busy = (lane < lanes) & (tile < stop)
+    is_lane = lane < C.num_lanes
     record = work + C.lanes + lane * C.lane_fields
-    tl.store(record + C.lane_tile, tile, mask=busy)
-    tl.store(record + C.lane_stop, stop, mask=busy)
-    tl.store(record + C.lane_real, num_real + lane * 0, mask=lane < C.num_lanes)
+    tl.store(record + C.lane_real, num_real + lane * 0, mask=is_lane)
     tl.debug_barrier()  # other threads wrote the units
+    tile = tl.load(record + C.lane_tile, mask=is_lane, other=0)
+    busy = tl.load(record + C.lane_stop, mask=is_lane, other=0) > tile
     unit = tl.load(record + C.lane_unit, mask=busy, other=0)
     source = work + C.units + unit * C.unit_fields
     for i in tl.static_range(_NUM_FIELDS):
@@ -390,13 +426,15 @@ def plan_kernel(
     count = (tl.where(length > 0, length - start, 0) + C.kv_tile - 1) // C.kv_tile
     index = _exclusive_sum((count > 0).to(tl.int32))
     own = (start, length, index, num_units, num_tiles + _exclusive_sum(count), count)
-    num_tiles += tl.sum(count, 0)
-    group_places = _group_places(groups, placed, num_tiles, at, C)
-    _write_own(candidates, own, group_places, num_tiles, work, at, C)
+    line = Line(
+        num_tiles + tl.sum(count, 0), num_tiles, num_units + tl.sum((count > 0).to(tl.int32), 0)
+    )
+    group_places = _group_places(groups, placed, line, at, C)
+    _write_own(candidates, own, group_places, line, work, at, C)
     if num_units > 0:
-        _write_groups(candidates, groups, group_places, num_tiles, work, at, C)
-    tl.store(work + C.header + C.num_units, num_units + tl.sum((count > 0).to(tl.int32), 0))
-    tl.store(work + C.header + C.num_kv_tiles, num_tiles)
+        _write_groups(candidates, groups, group_places, line, work, at, C)
+    tl.store(work + C.header + C.num_units, line.num_units)
+    tl.store(work + C.header + C.num_kv_tiles, line.num_tiles)
     num_real = tl.load(starts + C.num_seqs)
     tl.store(work + C.header + C.num_real, num_real)
-    _write_lanes(block_table, table_stride, num_tiles, num_real, work, C)
+    _write_lanes(block_table, table_stride, num_real, work, C)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.attention_work import (
+    GROUP_COST,
     GROUP_TILE,
     KV_TILE,
     LANE_FIELDS,
@@ -15,6 +16,8 @@ from compiled_engine.custom_ops.attention_work import (
     MERGE_FIELDS,
     MIN_MEMBERS,
     MIN_SHARED_POSITIONS,
+    OWN_COST,
+    UNIT_COST,
     UNIT_FIELDS,
     Header,
     Heads,
@@ -116,22 +119,25 @@ def _find_leaders(
 
 
 class _Lanes:
-    """Which lane takes which of `num_tiles` tiles."""
+    """Which lane takes which tile; the first `num_shared` are of prefixes."""
 
-    def __init__(self, num_lanes: int, num_tiles: int) -> None:
-        self.count = lanes_in_use(num_lanes, num_tiles)
-        self.share, self.extra = divmod(num_tiles, self.count)
+    def __init__(self, num_lanes: int, num_tiles: int, num_shared: int, num_units: int) -> None:
+        self.num_shared = num_shared
+        count = lanes_in_use(num_lanes, num_tiles, num_units)
+        cost = self._cost_before(num_tiles, max(num_units - 1, 0))
+        self.share, self.extra = divmod(cost, count)
 
-    def start(self, lane: int) -> int:
-        """First tile of a lane."""
-        return lane * self.share + min(lane, self.extra)
+    def _cost_before(self, tile: int, unit: int) -> int:
+        """Of all that stands before a tile of a unit."""
+        shared = min(tile, self.num_shared)
+        return unit * UNIT_COST + shared * GROUP_COST + (tile - shared) * OWN_COST
 
-    def of(self, tile: int) -> int:
-        """Lane of a tile."""
-        longer = self.extra * (self.share + 1)
-        if tile < longer:
-            return tile // (self.share + 1)
-        return self.extra + (tile - longer) // max(self.share, 1)
+    def of(self, tile: int, unit: int) -> int:
+        """Lane of a tile of a unit."""
+        cost, longer = self._cost_before(tile, unit), self.extra * (self.share + 1)
+        if cost < longer:
+            return cost // (self.share + 1)
+        return self.extra + (cost - longer) // max(self.share, 1)
 
 
 def _ceil_div(value: int, by: int) -> int:
@@ -152,6 +158,7 @@ class _UnitList:
         self.units: list[list[int]] = []
         self.num_tiles = 0
         self.num_group_units = 0
+        self.num_group_tiles = 0
         self.own: dict[int, int] = {}  # candidate -> its unit
         self.grouped: dict[int, tuple[int, int]] = {}  # candidate -> unit, place among its members
         self.members = [0] * (shape.max_group_units * shape.members_per_tile)
@@ -159,7 +166,8 @@ class _UnitList:
     @property
     def lanes(self) -> _Lanes:
         """Who takes the tiles, once all are there."""
-        return _Lanes(self.shape.num_lanes, self.num_tiles)
+        sizes = (self.num_tiles, self.num_group_tiles, len(self.units))
+        return _Lanes(self.shape.num_lanes, *sizes)
 
     def _append(self, start: int, end: int, row: int, *last: int) -> None:
         record = [self.num_tiles, 0, start, end, row, *last]
@@ -181,7 +189,7 @@ class _UnitList:
             assert first_member is not None
             partial = self.shape.group_partial_start + unit * width
             self._append(0, shared, first_member.row, unit * width, len(part), partial, shared)
-        self.num_group_units = len(self.units)
+        self.num_group_units, self.num_group_tiles = len(self.units), self.num_tiles
 
     def add_own(self, i: int, start: int) -> None:
         """What candidate `i` reads alone, if anything."""
@@ -196,8 +204,8 @@ class _UnitList:
     def _segments(self, unit: int) -> tuple[int, int]:
         """First lane and number of lanes of a unit."""
         start, count = self.units[unit][: Unit.NUM_TILES + 1]
-        first = self.lanes.of(start)
-        return first, self.lanes.of(start + count - 1) - first + 1
+        first = self.lanes.of(start, unit)
+        return first, self.lanes.of(start + count - 1, unit) - first + 1
 
     def merges(self) -> list[int]:
         """All merges; completes the units of those who are merged or in a group."""
@@ -228,16 +236,25 @@ class _UnitList:
         own[Unit.GROUP_ROW], own[Unit.GROUP_COUNT], own[Unit.GROUP_UNIT] = row, count, unit
         own[Unit.GROUP_SIZE] = self.units[unit][Unit.NUM_MEMBERS]
 
+    def _spans(self) -> dict[int, tuple[int, int, int]]:
+        """First unit, first tile and end of the tiles of every lane that has some."""
+        spans: dict[int, tuple[int, int, int]] = {}
+        lanes = self.lanes
+        for unit, (start, count, *_) in enumerate(self.units):
+            for tile in range(start, start + count):
+                lane = lanes.of(tile, unit)
+                first_unit, first, _ = spans.get(lane, (unit, tile, 0))
+                spans[lane] = first_unit, first, tile + 1
+        return spans
+
     def lane_records(self, table: list[list[int]], page_size: int, num_real: int) -> list[int]:
         """Records of all lanes."""
-        made, unit = [], 0
+        made, spans = [], self._spans()
         for lane in range(self.shape.num_lanes):
             record = [0] * LANE_FIELDS
             record[Lane.NUM_REAL] = num_real
-            tile, stop = self.lanes.start(lane), self.lanes.start(lane + 1)
-            if lane < self.lanes.count and tile < stop:
-                while tile >= sum(self.units[unit][: Unit.NUM_TILES + 1]):
-                    unit += 1
+            if lane in spans:
+                unit, tile, stop = spans[lane]
                 record[Lane.UNIT], record[Lane.TILE], record[Lane.STOP] = unit, tile, stop
                 fields = self.units[unit]
                 record[Lane.RECORD : Lane.RECORD + UNIT_FIELDS] = fields

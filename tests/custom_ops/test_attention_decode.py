@@ -24,40 +24,14 @@ from compiled_engine.custom_ops.attention_decode_cuda import (
     CudaTuning,
     Options,
 )
-from compiled_engine.custom_ops.attention_work import (
-    GROUP_TILE,
-    KV_TILE,
-    LANE_FIELDS,
-    MERGE_FIELDS,
-    MIN_LANE_TILES,
-    UNIT_FIELDS,
-    Header,
-    Heads,
-    Lane,
-    Merge,
-    Unit,
-    WorkShape,
-    work_shape,
-)
 from compiled_engine.custom_ops.attention_work_spec import reference_work, work_list_spec
 from compiled_engine.custom_ops.reference_quant import quantize_fp8
 from compiled_engine.custom_ops.registry import Target
+from tests.helpers.attention_steps import CHUNKS, OWN, SHARED, STEPS, lists_of
 from tests.helpers.cuda_emulator import EmulatorError
 from tests.helpers.emulated_attention import run_emulated
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.paged_case import FP8, CaseShape, PagedCase, Row, make_case
-
-SHARED = [Row(1, 300 + 9 * i, 0, 16) for i in range(9)]
-OWN = [Row(1, n) for n in (1, 2, 15, 16, 17, 63, 64, 65, 130, 400)]
-CHUNKS = [Row(20, 300), Row(1, 40), Row(9, 9), Row(1, 200), Row(2, 2)]
-STEPS = {
-    "own": OWN,
-    "shared": SHARED,
-    "both": [*OWN, *SHARED, *(Row(1, 200 + i, 1, 9) for i in range(4))],
-    "chunks": CHUNKS,
-    "one": [Row(1, 1150)],
-    "none": [],
-}
 
 
 def test_the_kernels_in_the_interpreter():
@@ -87,7 +61,7 @@ def call_of(
     is_decode: bool = True,
     tuning: CudaTuning | None = None,
 ) -> CudaDecode:
-    shape, _ = lists(case, lanes, is_decode=is_decode)
+    shape, _ = lists_of(case, lanes, is_decode=is_decode)
     work = work_list_spec(shape, case.step, case.shape.page_size, is_decode=is_decode)
     options = Options(case.scale, case.window, case.soft_cap, case.sinks)
     step = ((case.k_cache, case.v_cache), case.step[0], case.step[2], work, shape, options)
@@ -117,6 +91,27 @@ def test_the_cuda_kernel_emulated(name, lanes):
         shape = replace(shape, dtype=torch.bfloat16)
     case = make_case(rows, shape)
     assert_near(case, emulate(case, lanes, stages=1 + lanes % 3))
+
+
+@pytest.mark.parametrize(
+    ("costs", "lanes"), [((0, 1, 1), 7), ((5, 3, 4), 5), ((20, 1, 1), 12), ((2, 5, 4), 33)]
+)
+@pytest.mark.parametrize("name", ["both", "own"])
+def test_costs_change_no_result_emulated(name, costs, lanes, monkeypatch):
+    """High costs of units leave lanes without tiles."""
+    for field, cost in zip(("UNIT_COST", "GROUP_COST", "OWN_COST"), costs, strict=True):
+        monkeypatch.setattr(attention_work_spec, field, cost)
+    case = make_case(STEPS[name], CaseShape(4, 2, 64, 16, torch.bfloat16))
+    assert_near(case, emulate(case, lanes, stages=2))
+
+
+@pytest.mark.parametrize("size", [16, 48, 64])
+def test_tiles_of_a_prefix_may_have_any_size_emulated(size, monkeypatch):
+    """The size changes no result."""
+    case = make_case(STEPS["both"], CaseShape(4, 1, 64, 32, torch.bfloat16))
+    for module in (attention_work_spec, attention_decode_cuda):
+        monkeypatch.setattr(module, "GROUP_TILE", size)
+    assert_near(case, emulate(case, 6))
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(1, 0.0), (100, 2.0), (250, 0.0)])
@@ -193,166 +188,6 @@ def test_the_emulator_sees_copies_that_are_too_early():
 def test_two_blocks_of_the_cuda_kernel_fit_a_multiprocessor(limits, stages):
     case = make_case(OWN, CaseShape(32, 8, 128, 16, torch.bfloat16))
     assert call_of(case, 3).variant(limits).stages == stages
-
-
-# --- the work list, in its plain spelling ---------------------------------------------------------
-
-
-def lists(
-    case: PagedCase, lanes: int, *, is_decode: bool
-) -> tuple[WorkShape, dict[str, list[int]]]:
-    heads = Heads(case.shape.num_heads, case.shape.num_kv_heads)
-    counts = (case.q.shape[0], case.step.seq_rows.shape[0])
-    shape = work_shape(lanes, heads, *counts, is_decode=is_decode)
-    work = work_list_spec(shape, case.step, case.shape.page_size, is_decode=is_decode)
-    return shape, {name: region.tolist() for name, region in shape.split(work).items()}
-
-
-def tile_size(unit: list[int]) -> int:
-    return GROUP_TILE if unit[Unit.NUM_MEMBERS] else KV_TILE
-
-
-def records(values: list[int], size: int, count: int) -> list[list[int]]:
-    return [values[i * size : (i + 1) * size] for i in range(count)]
-
-
-@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "mixed"])
-@pytest.mark.parametrize("lanes", [1, 7, 50])
-@pytest.mark.parametrize("step", STEPS)
-def test_units_cover_what_each_token_sees_exactly_once(step, lanes, is_decode):
-    case = make_case(STEPS[step], CaseShape())
-    shape, work = lists(case, lanes, is_decode=is_decode)
-    units = records(work["units"], UNIT_FIELDS, work["header"][Header.NUM_UNITS])
-    seen: dict[int, list[tuple[int, int]]] = {}
-    tile = 0
-    for unit in units:
-        assert unit[Unit.TILE_START] == tile, "units stand in one line without gaps"
-        length = unit[Unit.KV_END] - unit[Unit.KV_START]
-        assert unit[Unit.NUM_TILES] == -(-length // tile_size(unit)) > 0
-        tile += unit[Unit.NUM_TILES]
-        first, count = unit[Unit.TOKEN], unit[Unit.NUM_MEMBERS]
-        tokens = work["members"][first : first + count] if count else [first]
-        assert count <= shape.members_per_tile
-        for token in tokens:
-            span = (unit[Unit.KV_START], unit[Unit.KV_END])
-            seen.setdefault(token, []).append(span)
-    assert work["header"][Header.NUM_KV_TILES] == tile
-    starts = case.step.query_start_loc.tolist()
-    alone = [s for s in range(len(starts) - 1) if starts[s + 1] - starts[s] == 1]
-    expected = range(case.num_real) if is_decode else [starts[s] for s in alone]
-    assert sorted(seen) == list(expected)
-    for token, spans in seen.items():
-        spans.sort()
-        assert spans[0][0] == 0
-        assert spans[-1][1] == int(case.step.positions[token]) + 1
-        assert all(a[1] == b[0] for a, b in pairwise(spans))
-
-
-@pytest.mark.parametrize("size", [16, 48, 64])
-def test_tiles_of_a_prefix_may_have_any_size_emulated(size, monkeypatch):
-    """The size is a weight of the lanes' balance, and changes no result."""
-    case = make_case(STEPS["both"], CaseShape(4, 1, 64, 32, torch.bfloat16))
-    for module in (attention_work_spec, attention_decode_cuda):
-        monkeypatch.setattr(module, "GROUP_TILE", size)
-    assert_near(case, emulate(case, 6))
-
-
-def test_a_lane_takes_fewer_positions_of_a_prefix_than_of_single_tokens():
-    rows = [Row(1, 1024 + 512, 0, 64) for _ in range(4)]
-    _, work = lists(make_case(rows, CaseShape(4, 1, 64, 16)), 8, is_decode=True)
-    units = records(work["units"], UNIT_FIELDS, work["header"][Header.NUM_UNITS])
-    assert [u[Unit.NUM_TILES] for u in units] == [1024 // GROUP_TILE, *[512 // KV_TILE] * 4]
-    first, *others = records(work["lanes"], LANE_FIELDS, 8)
-    assert all(r[Lane.STOP] - r[Lane.TILE] == 16 for r in (first, *others))
-    assert GROUP_TILE < KV_TILE
-
-
-@pytest.mark.parametrize("lanes", [1, 7, 50])
-def test_partial_rows_belong_to_one_segment_and_one_token(lanes):
-    case = make_case(STEPS["both"], CaseShape())
-    shape, work = lists(case, lanes, is_decode=True)
-    used: list[int] = []
-    for merge in records(work["merges"], MERGE_FIELDS, shape.num_candidates):
-        if merge[Merge.TOKEN] < 0:
-            continue
-        used += range(merge[Merge.OWN_ROW], merge[Merge.OWN_ROW] + merge[Merge.OWN_COUNT])
-        group = range(merge[Merge.GROUP_COUNT])
-        used += [merge[Merge.GROUP_ROW] + i * shape.members_per_tile for i in group]
-    assert len(used) == len(set(used))
-    assert all(0 <= row < shape.num_partial_rows for row in used)
-
-
-@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "mixed"])
-@pytest.mark.parametrize("lanes", [1, 7, 50])
-@pytest.mark.parametrize("step", STEPS)
-def test_lanes_have_records_of_all_they_need_to_begin(step, lanes, is_decode):
-    case = make_case(STEPS[step], CaseShape())
-    shape, work = lists(case, lanes, is_decode=is_decode)
-    units = records(work["units"], UNIT_FIELDS, work["header"][Header.NUM_UNITS])
-    end, size, shares = 0, case.shape.page_size, [0]
-    for record in records(work["lanes"], LANE_FIELDS, shape.num_lanes):
-        assert record[Lane.NUM_REAL] == case.num_real
-        tile, stop = record[Lane.TILE], record[Lane.STOP]
-        if tile == stop:
-            continue
-        assert tile == end
-        shares.append(stop - tile)
-        end, unit = stop, units[record[Lane.UNIT]]
-        assert record[Lane.RECORD : Lane.RECORD + UNIT_FIELDS] == unit
-        before = tile - unit[Unit.TILE_START]
-        assert 0 <= before < unit[Unit.NUM_TILES]
-        first = (unit[Unit.KV_START] + before * tile_size(unit)) // size
-        pages = case.step.block_table[unit[Unit.ROW], first : -(-unit[Unit.KV_END] // size)]
-        expected = pages[: LANE_FIELDS - Lane.PAGES].tolist()
-        assert record[Lane.PAGES :][: len(expected)] == expected
-    assert end == work["header"][Header.NUM_KV_TILES]
-    assert len(shares) - 1 == min(lanes, -(-end // MIN_LANE_TILES))
-    assert max(shares) - min(shares[1:], default=0) <= 1
-
-
-@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "mixed"])
-@pytest.mark.parametrize("step", STEPS)
-def test_early_kv_is_of_earlier_steps(step, is_decode):
-    case = make_case(STEPS[step], CaseShape())
-    _, work = lists(case, 7, is_decode=is_decode)
-    rows, positions = (t[: case.num_real].tolist() for t in case.step[1:3])
-    firsts: dict[int, int] = {}
-    for row, position in zip(rows, positions, strict=True):
-        firsts.setdefault(row, position)
-    for unit in records(work["units"], UNIT_FIELDS, work["header"][Header.NUM_UNITS]):
-        assert unit[Unit.EARLY_END] in (0, firsts[unit[Unit.ROW]], unit[Unit.KV_END])
-        assert unit[Unit.EARLY_END] <= firsts[unit[Unit.ROW]]
-        is_first = unit[Unit.NUM_MEMBERS] == 0 and unit[Unit.KV_END] == firsts[unit[Unit.ROW]] + 1
-        assert not is_first or unit[Unit.EARLY_END] == firsts[unit[Unit.ROW]]
-
-
-def test_groups_are_found_and_read_once():
-    case = make_case(STEPS["both"], CaseShape())
-    _, work = lists(case, 5, is_decode=True)
-    count = work["header"][Header.NUM_GROUP_UNITS]
-    groups = records(work["units"], UNIT_FIELDS, count)
-    found = sorted((unit[Unit.KV_END], unit[Unit.NUM_MEMBERS]) for unit in groups)
-    assert found == [(9 * 16, 4), (16 * 16, 9)]
-
-
-def test_three_rows_or_a_short_prefix_make_no_group():
-    for rows in (SHARED[:3], [Row(1, 300 + i, 0, 7) for i in range(8)]):
-        _, work = lists(make_case(rows, CaseShape()), 5, is_decode=True)
-        assert work["header"][Header.NUM_GROUP_UNITS] == 0
-
-
-def test_query_tiles_list_longer_queries_heaviest_first():
-    case = make_case([Row(1, 9), Row(150, 200), Row(2, 5)], CaseShape(32, 8))
-    shape, work = lists(case, 5, is_decode=False)
-    count, size = work["header"][Header.NUM_QUERY_TILES], shape.query_tile_tokens
-    tiles = list(zip(work["tile_seq"], work["tile_start"], strict=True))[:count]
-    first = [(1, start) for start in reversed(range(1, 151, size))]
-    assert tiles == [*first, (2, 151)]
-
-
-def test_work_list_is_empty_on_the_cpu():
-    case = make_case(OWN, CaseShape())
-    assert reference_work(*case.work_arguments(is_decode=True)).shape == (0,)
 
 
 # --- which implementation -------------------------------------------------------------------------

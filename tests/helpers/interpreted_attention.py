@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from unittest import mock
 
@@ -124,6 +125,27 @@ def check_groups() -> None:
         check_call(make_case([Row(1, 48, 0, 3)] * 5, CaseShape(2, 1)), 2)
         check_call(make_case([Row(6, 70), Row(1, 30)], CaseShape(3, 1)), 1)
         check_call(make_case(one[:3], CaseShape(2, 1)), 2)
+
+
+def check_costs() -> None:
+    """Work lists with other costs of units and tiles, with prefixes and without."""
+    one = [Row(1, 60 + 9 * i, 0, 3) for i in range(6)]
+    two = [*one, *(Row(1, 90 + i, 1, 5) for i in range(4)), Row(1, 77)]
+    short = [*(Row(1, 1 + i % 3) for i in range(9)), Row(1, 700), Row(1, 5)]
+    for unit, group, own in ((0, 1, 1), (3, 1, 1), (1, 1, 2), (9, 3, 4), (40, 5, 4)):
+        costs = {"UNIT_COST": unit, "GROUP_COST": group, "OWN_COST": own}
+        fields = {name.lower(): value for name, value in costs.items()}
+        config = partial(attention_work_triton.WorkConfig, **fields)
+        with (
+            fewer_shared_positions(),
+            mock.patch.object(attention_work_triton, "WorkConfig", config),
+            mock.patch.multiple(attention_work_spec, **costs),
+        ):
+            for lanes in (2, 5, 13, 33):
+                work_of(make_case(two, CaseShape(2, 1)), lanes, is_decode=True)
+                work_of(make_case(short, CaseShape(2, 1)), lanes, is_decode=True)
+            work_of(make_case([Row(4, 64), *two], CaseShape(2, 1)), 7, is_decode=False)
+            work_of(make_case([Row(1, 200)], CaseShape(2, 1)), 4, is_decode=True)
 
 
 @contextmanager
