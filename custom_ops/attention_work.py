@@ -40,9 +40,9 @@ GROUP_TILE = 16
 # what lanes get equal shares of. A unit takes some time whatever its length: its record, its pages,
 # its queries and its first positions are waited for, and its result is stored and merged. Neither
 # cost of a tile is more than twice the other, so that no lane is left out within a unit
-UNIT_COST = 4
-GROUP_COST = 1
-OWN_COST = 1
+UNIT_COST = 20
+GROUP_COST = 5
+OWN_COST = 4
 # lanes are used while each gets this many: 2 chunks of 16 positions for each of its 4 warps; with
 # less to read a lane, combining the lanes' results costs more than reading in parallel saves
 MIN_LANE_TILES = 4

@@ -37,6 +37,7 @@ LOOSER_ON_A_GPU = {
     "paged_attention": 2.0,
     "paged_attention_quant": 2.0,  # or the next of two 8-bit values
     "experts": 5.0,
+    "sparse_mlp": 6.0,  # those of `experts`, and the norm
     "quantized_linear": 7.0,
     "scaled_linear": 3.0,
 }

@@ -83,9 +83,10 @@ def test_short_rows_have_a_lane_each_and_long_ones_lanes_without_them():
     _, work = lists_of(make_case(rows, CaseShape(4, 1, 64, 16)), 33, is_decode=True)
     lanes = [r for r in records(work["lanes"], LANE_FIELDS, 33) if r[Lane.STOP] > r[Lane.TILE]]
     units = records(work["units"], UNIT_FIELDS, work["header"][Header.NUM_UNITS])
-    mean = (sum(u[Unit.NUM_TILES] for u in units) + UNIT_COST * len(units)) / 33
+    tiles = sum(u[Unit.NUM_TILES] for u in units)
+    mean = (tiles * OWN_COST + UNIT_COST * len(units)) / 33
     counts = [sum(begins_in(u, r) for u in units) for r in lanes]
-    assert max(counts) <= mean / (UNIT_COST + 1) + 1
+    assert max(counts) <= mean / (UNIT_COST + OWN_COST) + 1
     _, work = lists_of(make_case(rows[:12], CaseShape(4, 1, 64, 16)), 33, is_decode=True)
     lanes = records(work["lanes"], LANE_FIELDS, 33)
     assert [r[Lane.STOP] - r[Lane.TILE] for r in lanes] == [1] * 12 + [0] * 21
