@@ -9,6 +9,7 @@ the tensors in the graph's order. `tests/engine/test_engine.py` compares with th
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
@@ -32,6 +33,14 @@ class _Input:
     def value(self, arguments: dict[str, Any]) -> Any:
         """The input's value; the expression is one that Dynamo wrote about our own arguments."""
         return eval(self.code, {"__builtins__": {}}, {"L": arguments})
+
+
+class _FirstCall:
+    """What went into the first call of a graph and came out, until it has been looked at."""
+
+    def __init__(self) -> None:
+        self.arguments: list[Any] = []
+        self.results: Any = ()
 
 
 class DirectPiece:
@@ -69,11 +78,22 @@ class DirectPiece:
         self._template: list[Any] = []
         self._varying_places: list[tuple[int, int]] = []
         self._example: list[Any] = []
+        self._first = _FirstCall()
+        # Dynamo keeps its backend for good, which must not keep this piece and the weights it has.
+        keep = weakref.WeakMethod(self._keep)
+
+        def keep_here(
+            graph: torch.fx.GraphModule, compiled: Callable[..., Any]
+        ) -> Callable[..., Any]:
+            method = keep()
+            assert method is not None, "compiled for a piece that is gone"
+            return method(graph, compiled)
+
         self._trace = torch.compile(
             with_own_code(function, name),
             fullgraph=True,
             dynamic=False,
-            backend=inductor_backend(options, self._keep),
+            backend=inductor_backend(options, keep_here),
         )
 
     def __call__(
@@ -105,10 +125,12 @@ class DirectPiece:
             code = compile(source, "<graph input>", "eval")
             self._inputs.append(_Input(place, argument, code, "size()" in source))
 
+        first = self._first
+
         def first_call(*arguments: Any) -> Any:
-            self._example = list(arguments)
-            self._results = compiled(*arguments)
-            return self._results
+            first.arguments = list(arguments)
+            first.results = compiled(*arguments)
+            return first.results
 
         self._made = compiled
         return first_call
@@ -118,14 +140,14 @@ class DirectPiece:
     ) -> tuple[Tensor, ...]:
         returned = self._trace(*static, *shared, *varying)
         self._outputs = [
-            next(place for place, made in enumerate(self._results) if made is value)
+            next(place for place, made in enumerate(self._first.results) if made is value)
             for value in returned
         ]
         self._compiled = self._made
         for item in self._inputs:
             if item.argument in self._varying_names and not item.is_size:
                 self._varying_places.append((item.place, self._varying_names.index(item.argument)))
-        del self._results
+        self._example, self._first.arguments, self._first.results = self._first.arguments, [], ()
         return returned
 
     def _bind_shared(self, shared: tuple[Any, ...], varying: tuple[Tensor, ...]) -> None:
