@@ -11,7 +11,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from perf.machine import BUSY_BELOW_IDLE_PERCENT
-from perf.rows import MANY_MODELS, Expectation, Row, newest_run, read_expectations, read_rows
+from perf.rows import (
+    MANY_MODELS,
+    Expectation,
+    Row,
+    newest_run,
+    newest_runs,
+    read_expectations,
+    read_rows,
+)
 
 HEADER = """\
 # Measurements
@@ -83,14 +91,14 @@ def compare_runs(rows: Sequence[Row], first: str, second: str) -> int:
 
 
 def write_markdown(path: Path, results: Path) -> None:
-    """Writes the newest run of every scenario and machine below `results` as one document."""
+    """Writes the newest runs of every scenario and machine below `results` as one document."""
     expectations = read_expectations()
     lines = [HEADER]
     for folder in sorted(p for p in results.iterdir() if p.is_dir()):
         rows = read_rows(folder)
         for scenario in dict.fromkeys(row.scenario for row in rows):
-            run = newest_run(rows, scenario)
-            lines.extend(_section(folder.name, run, expectations.get(scenario, {})))
+            for run in newest_runs(rows, scenario):
+                lines.extend(_section(folder.name, run, expectations.get(scenario, {})))
     path.write_text("\n".join(lines).rstrip() + "\n")
 
 

@@ -173,6 +173,14 @@ def read_expectations() -> dict[str, dict[str, Expectation]]:
     }
 
 
+def newest_runs(rows: Sequence[Row], scenario: str) -> list[list[Row]]:
+    """Rows of the scenario's runs that are the last of some model: those of others stand beside."""
+    own = [row for row in rows if row.scenario == scenario]
+    newest = {(row.model, row.dtype): row.run_id for row in own}.values()
+    run_ids = [run_id for run_id in dict.fromkeys(row.run_id for row in own) if run_id in newest]
+    return [[row for row in own if row.run_id == run_id] for run_id in run_ids]
+
+
 def newest_run(rows: Sequence[Row], scenario: str) -> list[Row]:
     """Rows of the scenario's last run; empty if there is none."""
     own = [row for row in rows if row.scenario == scenario]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from perf.rows import (
     Outcome,
     key_of,
     newest_run,
+    newest_runs,
     read_expectations,
     read_rows,
     write_rows,
@@ -58,6 +60,8 @@ def test_rows_survive_the_file_and_the_newest_run_is_found(tmp_path):
     assert read_rows(tmp_path) == [*old, *new]
     assert newest_run(read_rows(tmp_path), "cpu_vs_peers") == new
     assert newest_run(read_rows(tmp_path), "other") == []
+    other = [dataclasses.replace(row, model="other", run_id="later") for row in new]
+    assert newest_runs([*old, *new, *other], "cpu_vs_peers") == [new, other]
     path.write_text('{"metric": "x"}\n')
     with pytest.raises(SystemExit, match="no row"):
         read_rows(tmp_path)
