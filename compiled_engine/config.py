@@ -63,6 +63,8 @@ class EngineConfig:
         max_total_tokens: tokens the KV pool holds; None sizes it from memory.
         gpu_memory_utilization: hard ceiling on the share of GPU memory the engine takes.
         enable_prefix_caching: reuse KV pages of equal prefixes.
+        enable_jump_forward: text that a grammar forces is appended at once, instead of token by
+            token.
         enforce_eager: run the same model and scheduler without torch.compile.
         overlap_schedule: launch a step before the tokens of the one before are read; "auto" does
             on a GPU, where the host would wait.
@@ -110,6 +112,7 @@ class EngineConfig:
     max_total_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    enable_jump_forward: bool = True
     enforce_eager: bool = False
     overlap_schedule: OverlapSchedule = "auto"
     cudagraph_mode: CudagraphMode = "full"

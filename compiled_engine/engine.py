@@ -174,7 +174,7 @@ def _grammar_service(config: EngineConfig, settings: Settings) -> GrammarService
         special = sorted(i for i in tokenizer.special_token_ids if i < len(tokens))
         return TokenTable(tokens, special, list(settings.eos_token_ids), tokenizer.backend.to_str())
 
-    return GrammarService(load_tokens)
+    return GrammarService(load_tokens, encodes=config.enable_jump_forward)
 
 
 def kept_ops(device: torch.device) -> frozenset[str]:

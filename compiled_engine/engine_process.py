@@ -309,6 +309,7 @@ class EngineServer:
         status.num_prompt_tokens = stats.num_prompt_tokens
         status.num_cached_tokens = stats.num_cached_tokens
         status.num_generated_tokens = stats.num_generated_tokens
+        status.num_jumped_tokens = stats.num_jumped_tokens
         status.num_scheduler_errors = stats.num_scheduler_errors
         status.num_recompiles = self.engine.driver.refresh().num_recompiles
 

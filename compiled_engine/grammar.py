@@ -34,6 +34,7 @@ from compiled_engine.grammar_compiler import (
     short_message,
     vocabularies_of,
 )
+from compiled_engine.jump_forward import TextEncoder
 from compiled_engine.request import GrammarSpec
 
 NUM_THREADS = 4
@@ -59,10 +60,16 @@ class GrammarService:
 
     Args:
         load_tokens: called once, in a thread, before the first compile.
+        encodes: make an `encoder`.
+
+    Attributes:
+        encoder: of forced text; there once a grammar was compiled, if it is wanted at all.
     """
 
-    def __init__(self, load_tokens: Callable[[], TokenTable]) -> None:
+    def __init__(self, load_tokens: Callable[[], TokenTable], *, encodes: bool = True) -> None:
         self._load_tokens = load_tokens
+        self._encodes = encodes
+        self.encoder: TextEncoder | None = None
         self._entries: OrderedDict[GrammarSpec | None, _Entry] = OrderedDict()
         self._lock = threading.Lock()
         self._loading = threading.Lock()
@@ -139,12 +146,17 @@ class GrammarService:
 
     def _loaded(self) -> tuple[Compiler, TrialProcess]:
         with self._loading:
+            table = None
             if self._vocabularies is None:
-                self._vocabularies = vocabularies_of(self._load_tokens())
+                table = self._load_tokens()
+                self._vocabularies = vocabularies_of(table)
             if self._trials is None or not self._trials.is_alive:
                 self._trials = TrialProcess(self._vocabularies)
             if self._compiler is None:
                 self._compiler = Compiler(self._vocabularies)
+                if self._encodes and table is not None:
+                    token_bytes, special = self._compiler.token_bytes, table.special_ids
+                    self.encoder = TextEncoder.from_backend(table.backend, token_bytes, special)
                 # Waits until it has started.
                 self._trials.run(GrammarSpec("json_object"), START_LIMIT_S + WALL_LIMIT_S)
                 self._loaded_at = time.monotonic()

@@ -22,6 +22,7 @@ import numpy as np
 
 from compiled_engine.errors import InvalidRequestError
 from compiled_engine.grammar import GrammarService
+from compiled_engine.jump_forward import JumpRule, forced_tokens, jump_rule, jumps
 from compiled_engine.outbox import (
     COLUMN_FLAGS,
     COLUMN_GEN,
@@ -72,6 +73,9 @@ class GrammarRow:
     Attributes:
         position: tokens known, which is where the next mask belongs.
         serves_until: last position that the newest mask is right for.
+        rule: what may be given to it at once; None where nothing may.
+        forced: tokens that come with the newest mask, in front of `position`; empty once the row
+            got a token behind them.
         wait_s: seconds that its compile and its masks took so far.
         mask: the newest mask, [words] int32; written by a lane while one is being made.
         error: what its lane found; no mask comes then.
@@ -84,8 +88,10 @@ class GrammarRow:
     position: int
     compiled: Any  # None: there is no grammar
     thinking: ThinkingState | None = None
+    rule: JumpRule | None = None
     matcher: Any = None
     serves_until: int = -1
+    forced: tuple[int, ...] = ()
     tensor: Any = None
     mask: np.ndarray | None = None
     token: int | None = None  # to be accepted before the next mask
@@ -152,7 +158,7 @@ class _LaneThread(threading.Thread):
 
 
 def _advance(row: GrammarRow, service: GrammarService) -> None:
-    """Accepts the row's newest token and makes its next mask."""
+    """Accepts the row's newest token, then what is forced behind it, and makes its next mask."""
     if row.mask is None:
         row.tensor = service.compiler.new_mask()
         row.mask = row.tensor.numpy()[0]
@@ -165,6 +171,11 @@ def _advance(row: GrammarRow, service: GrammarService) -> None:
         if row.matcher is not None and not row.matcher.accept_token(token):
             row.error = f"the grammar refuses token {token}, which was chosen under its mask"
             return
+    if row.rule is not None:
+        assert service.encoder is not None
+        args = (row.matcher, row.thinking, service.encoder, row.rule, row.position)
+        row.forced = forced_tokens(*args)
+        row.position += len(row.forced)
     forced = None if row.thinking is None else row.thinking.forced
     row.serves_until = row.position
     row.mask.fill(-1 if forced is None else 0)
@@ -275,8 +286,26 @@ class GrammarRows:
 
     # --- while it has one -----------------------------------------------------------------
 
-    def seat(self, request: Request, row: int, gen: int) -> None:
-        """The request got a row: asks for its first mask."""
+    def seat(
+        self,
+        request: Request,
+        row: int,
+        gen: int,
+        *,
+        max_len: int,
+        stop_ids: tuple[int, ...],
+        max_forced: int,
+    ) -> None:
+        """The request got a row: asks for its first mask.
+
+        Args:
+            request: whose grammar was compiled.
+            row: its row.
+            gen: generation of the row.
+            max_len: prompt and answer at most.
+            stop_ids: tokens that end it.
+            max_forced: tokens that may come with a mask at most.
+        """
         compiled = self._compiled.pop(request.request_id)
         position, thinking = len(request.prompt_token_ids), None
         if request.params.thinking is not None:
@@ -291,6 +320,12 @@ class GrammarRows:
             thinking,
             wait_s=compiled.wait_s,
         )
+        assert self._service is not None
+        encoder = self._service.encoder
+        if encoder is not None and jumps(request.params):
+            grammar.rule = jump_rule(
+                request.params, stop_ids, encoder, max_len=max_len, max_tokens=max_forced
+            )
         self._note_wait(request.request_id, grammar.wait_s)
         self._ask(grammar)
 
@@ -311,12 +346,24 @@ class GrammarRows:
             self._waits_s.clear()
         self._waits_s[request_id] = seconds
 
-    def take_tokens(self, record_rows: np.ndarray) -> None:
-        """Asks for the masks behind the tokens of a step's record [R + 1, 4]."""
+    @property
+    def num_forced(self) -> int:
+        """Tokens that rows got with a mask, or will get, and have no token behind yet."""
+        return sum(len(self.rows[row].forced) for row in self.awake)
+
+    def take_tokens(self, record_rows: np.ndarray) -> dict[int, tuple[int, ...]]:
+        """Asks for the masks behind the tokens of a step's record [R + 1, 4].
+
+        Returns:
+            Request id -> tokens that were forced in front of the one of this step.
+        """
+        found: dict[int, tuple[int, ...]] = {}
         for grammar in list(self.rows.values()):
             gen, flags = record_rows[grammar.row, [COLUMN_GEN, COLUMN_FLAGS]].tolist()
             if gen != grammar.gen or not flags & FLAG_EMITTED:
                 continue
+            if grammar.forced:
+                found[grammar.request_id], grammar.forced = grammar.forced, ()
             if flags & FLAG_FINISHED:
                 self.leave(grammar.row)
                 continue
@@ -324,6 +371,7 @@ class GrammarRows:
             grammar.position += 1
             if not self._sleeps_on(grammar):
                 self._ask(grammar)
+        return found
 
     def collect(self, *, is_idle: bool) -> list[GrammarRow]:
         """Rows whose mask is there, or that failed; waits a moment for those that are quick.

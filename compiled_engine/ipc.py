@@ -75,6 +75,7 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_jumped_tokens: int = 0
     num_scheduler_errors: int = 0
     num_recompiles: int = 0
     device_note: str = ""

@@ -61,6 +61,8 @@ LOOP_STEPS = 32
 NAN_MESSAGE = "the model gave no valid logits for this request (NaN)"
 # The later ones can do all that the earlier ones can.
 _VARIANTS = tuple(reversed(Variant))
+# The last fields of a `TokenBatch`: by request id, log probabilities and what was forced.
+_More = tuple[dict[int, bytes], dict[int, bytes], dict[int, tuple[int, ...]]]
 
 
 class _Launched(NamedTuple):
@@ -309,7 +311,7 @@ class StepLoop:
         is_idle = len(self._grammars.awake) == self._num_live and not self._unread
         for grammar in self._grammars.collect(is_idle=is_idle):
             if grammar.error is None:
-                self.inbox.mask(grammar.row, grammar.gen, grammar.serves_until)
+                self.inbox.mask(grammar.row, grammar.gen, grammar.serves_until, grammar.forced)
                 continue
             self.inbox.abort(grammar.row, grammar.gen)
             is_refusal = grammar.is_refusal
@@ -386,12 +388,13 @@ class StepLoop:
         )
         self._logprobs.seat(request, row, seat.gen)
         if params.is_masked:
-            self._grammars.seat(request, row, seat.gen)
+            limits = {"max_len": seat.max_len, "max_forced": self.inbox.shape.max_forced}
+            self._grammars.seat(request, row, seat.gen, stop_ids=stop_ids, **limits)
 
     def _choose_step(self) -> StepKey:
         """The step to launch; where all that runs decodes, nothing has to be weighed."""
-        is_decode = not (self._unstarted or self._num_waiting_rows or self.executor.reads_plans)
-        if is_decode:
+        is_mixed = self._unstarted or self._num_waiting_rows or self._grammars.num_forced
+        if not (is_mixed or self.executor.reads_plans):
             return self.executor.key_of(self._num_live, self._variant, is_mixed=False)
         return self.choice.choose(self._seen(), self._variant)
 
@@ -402,6 +405,7 @@ class StepLoop:
             unstarted=self._unstarted,
             counts=self._counts,
             num_prompt_places=sum(step.num_prompt_places for step in self._unread),
+            num_forced=self._grammars.num_forced,
         )
 
     # --- read -----------------------------------------------------------------------------
@@ -417,20 +421,21 @@ class StepLoop:
     def _take_record(self, record: HostRecord, found: StepLogprobs = NOTHING) -> TokenBatch:
         self._counts = record.counts
         self.stats.take(record.counts, self.executor.shape.num_pages)
-        if self._grammars.rows:
-            self._grammars.take_tokens(record.rows)
+        forced = self._grammars.take_tokens(record.rows) if self._grammars.rows else {}
+        self.stats.take_forced(forced)
+        more = (*found, forced)
         started = self._columns.started()
         # One column behind the other: generations, flags, cached tokens, tokens.
         columns = record.rows.take(started.places).tobytes()
         is_steady = started.num_rows == len(self._seats) and columns.startswith(started.expected)
         if not is_steady:
-            return self._take_changes(record.rows[:-1], found)
+            return self._take_changes(record.rows[:-1], more)
         # Every seat gained a token and nothing else happened.
         self.stats.num_generated_tokens += started.num_rows
         half, third = len(columns) // 2, len(columns) // 4 * 3
-        return TokenBatch(started.request_ids, columns[third:], columns[half:third], {}, *found)
+        return TokenBatch(started.request_ids, columns[third:], columns[half:third], {}, *more)
 
-    def _take_changes(self, rows: np.ndarray, found: StepLogprobs) -> TokenBatch:
+    def _take_changes(self, rows: np.ndarray, more: _More) -> TokenBatch:
         """Array operations for all rows; single seats only where one starts, ends or is left."""
         columns, flags = self._columns, rows[:, COLUMN_FLAGS]
         # Rows whose generation differs have not seen their submit yet.
@@ -453,7 +458,7 @@ class StepLoop:
         for row in free.tolist():
             self._leave(self._seats[row])
         tokens, cached = news[:, COLUMN_TOKEN].tobytes(), news[:, COLUMN_CACHED].tobytes()
-        return TokenBatch(request_ids, tokens, cached, ends, *found)
+        return TokenBatch(request_ids, tokens, cached, ends, *more)
 
     def _note_time(self, launched: _Launched) -> None:
         """Learns what a step took, where the device had no pause before it."""

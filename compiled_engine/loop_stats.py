@@ -14,12 +14,16 @@ from compiled_engine.scheduler.advance import (
 
 @dataclass
 class LoopStats:
-    """Totals since start, and gauges of the newest record read."""
+    """Totals since start, and gauges of the newest record read.
+
+    Jumped tokens are generated ones that a grammar forced and that took no step of their own.
+    """
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_jumped_tokens: int = 0
     num_retractions: int = 0
     num_scheduler_errors: int = 0
     num_pages_active: int = 0
@@ -34,3 +38,9 @@ class LoopStats:
         self.num_pages_cached = cached
         self.num_pages_free = free - cached
         self.num_pages_active = num_pages - 1 - free
+
+    def take_forced(self, forced: dict[int, tuple[int, ...]]) -> None:
+        """Counts the tokens that grammars forced on requests, by request id."""
+        for tokens in forced.values():
+            self.num_jumped_tokens += len(tokens)
+            self.num_generated_tokens += len(tokens)

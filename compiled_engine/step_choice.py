@@ -29,6 +29,7 @@ class Seen(NamedTuple):
         unstarted: row -> prompt tokens, of those without a token yet.
         counts: of the newest record, zeros before the first.
         num_prompt_places: places for prompts in steps that were launched and not read.
+        num_forced: tokens that grammars put on rows now, not counted yet.
     """
 
     num_live: int
@@ -36,6 +37,7 @@ class Seen(NamedTuple):
     unstarted: dict[int, int]
     counts: Sequence[int]
     num_prompt_places: int
+    num_forced: int = 0
 
     @property
     def num_ungranted(self) -> int:
@@ -68,7 +70,7 @@ class StepChoice:
         executor = self._executor
         if executor.reads_plans:
             return executor.key_of(executor.buckets[-1], variant, is_mixed=True)
-        wanted = seen.num_live + seen.num_ungranted
+        wanted = seen.num_live + seen.num_ungranted + seen.num_forced
         if seen.counts[COUNT_RESIDENT_ROWS] < seen.num_seats:
             wanted += self._guess.num_needed()
         # Steps launched and not read yet have served part of that already.

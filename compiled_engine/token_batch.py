@@ -14,7 +14,9 @@ from compiled_engine.request import FinishReason, TokenEvent
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
-    """One token each of N requests. Columns are int64 of N places, in the machine's byte order.
+    """One token each of N requests, and what was forced before it.
+
+    Columns are int64 of N places, in the machine's byte order.
 
     Attributes:
         request_ids: the requests' own ids.
@@ -23,6 +25,7 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
         ends: place -> why the request at that place ended.
         logprobs: request id -> what `TokenEvent.logprobs` holds, of those that asked.
         prompt_logprobs: likewise.
+        forced: request id -> tokens in front of the request's new one.
     """
 
     request_ids: bytes = b""
@@ -31,6 +34,7 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
     ends: dict[int, FinishReason] = {}
     logprobs: dict[int, bytes] = {}
     prompt_logprobs: dict[int, bytes] = {}
+    forced: dict[int, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
         return len(memoryview(self.request_ids).cast("q"))
@@ -39,7 +43,10 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
         columns = (self.request_ids, self.token_ids, self.num_cached_tokens)
         rows = zip(*(memoryview(column).cast("q").tolist() for column in columns), strict=True)
         for place, (request_id, token_id, num_cached) in enumerate(rows):
-            event = TokenEvent(request_id, [token_id], self.ends.get(place), num_cached)
+            token_ids = [token_id]
+            if request_id in self.forced:
+                token_ids = [*self.forced[request_id], token_id]
+            event = TokenEvent(request_id, token_ids, self.ends.get(place), num_cached)
             yield self._with_logprobs(event) if request_id in self.logprobs else event
 
     def _with_logprobs(self, event: TokenEvent) -> TokenEvent:

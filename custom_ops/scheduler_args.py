@@ -31,8 +31,8 @@ STATE_SIZES = (
 PLAN_TENSORS = (
     "give", "emit", "rank", "victim", "admitted", "num_tokens", "wanted", "num_unserved",
 )  # fmt: skip
-INBOX_TENSORS = ("submits", "pieces", "piece_tokens", "aborts", "masks")
-INBOX_SIZES = ("max_submits", "max_pieces", "max_aborts", "max_masks")
+INBOX_TENSORS = ("submits", "pieces", "piece_tokens", "aborts", "masks", "forced_tokens")
+INBOX_SIZES = ("max_submits", "max_pieces", "max_aborts", "max_masks", "max_forced")
 # Fixed arrays in the kernels' shared memory; see csrc/scheduler/.
 LIMITS = {"num_candidates": 256, "max_releases": 256, "max_pieces": 256, "max_rows": 4096}
 _ROW_BYTES = 32  # kRowBytes in rows.cuh
@@ -123,9 +123,10 @@ def inbox_args(tensors: Sequence[Tensor]) -> InboxArgs:
     """The inbox's struct from its tensors."""
     struct = InboxArgs()
     fill(struct, tensors, INBOX_TENSORS)
-    submits, pieces, _, aborts, masks = tensors
-    for name, table in zip(INBOX_SIZES, (submits, pieces, aborts, masks), strict=True):
-        setattr(struct, name, table.shape[0])
+    submits, pieces, _, aborts, masks, forced = tensors
+    lengths = [table.shape[0] for table in (submits, pieces, aborts, masks)]
+    for name, size in zip(INBOX_SIZES, (*lengths, forced.shape[1]), strict=True):
+        setattr(struct, name, size)
     return struct
 
 

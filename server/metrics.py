@@ -235,6 +235,11 @@ class _EngineCollector(Collector):
             ),
             ("compiled_engine:steps", "Steps of the engine.", status.num_steps),
             (
+                "compiled_engine:jumped_tokens",
+                "Generated tokens that a grammar forced and that took no step of their own.",
+                status.num_jumped_tokens,
+            ),
+            (
                 "compiled_engine:scheduler_errors",
                 "Illegal transitions the scheduler counted; always 0 unless there is a bug.",
                 status.num_scheduler_errors,

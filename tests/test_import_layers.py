@@ -71,6 +71,7 @@ LAYERS: tuple[Layer, ...] = (
             "grammar",
             "grammar_compiler",
             "grammar_rows",
+            "jump_forward",
             "thinking",
             "logprobs",
             "loop_stats",

@@ -3,6 +3,8 @@
 `InboxBuilder` lives on the host and fills the tensors; `apply_inbox` is the device half, the first
 thing `plan` does. A prompt arrives in pieces of one token page; the row becomes WAITING in the step
 that brings its last piece. Entries of one step take effect in the order submits, aborts, masks.
+A mask can bring tokens that its grammar forces in front of the position it serves: they are
+appended to the row, which computes them as it computes a chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from compiled_engine.scheduler.state import (
     ABORTING,
     BLOCKED,
     DECODE,
+    ERROR_FORCED_ELSEWHERE,
     ERROR_MASK_WITHOUT_GRAMMAR,
     ERROR_SUBMIT_TO_USED_ROW,
     FREE,
     NO_SCORES,
+    PREFILL,
     RETRACTED,
     WAITING,
     SchedulerShape,
     SchedulerState,
 )
-from compiled_engine.scheduler.token_store import pop_token_pages
+from compiled_engine.scheduler.token_store import append_runs, pop_token_pages
 
 
 class Inbox(NamedTuple):
@@ -41,7 +45,8 @@ class Inbox(NamedTuple):
     pieces: Tensor  # [max_pieces, 5] i64: real, row, index of the token page, length, salt
     piece_tokens: Tensor  # [max_pieces, token_page_size] i32
     aborts: Tensor  # [max_aborts, 3] i64: real, row, gen
-    masks: Tensor  # [max_masks, 4] i64: real, row, gen, position
+    masks: Tensor  # [max_masks, 5] i64: real, row, gen, position, number of forced tokens
+    forced_tokens: Tensor  # [max_masks, max_forced] i32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +74,15 @@ class AbortEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskEntry:
-    """A grammar mask of `row` is on the device, for every token up to the one at `position`."""
+    """A grammar mask of `row` is on the device, for every token up to the one at `position`.
+
+    The tokens `forced` are the row's next ones; they end in front of `position`.
+    """
 
     row: int
     gen: int
     position: int
+    forced: tuple[int, ...] = ()
 
 
 Entry = SubmitEntry | AbortEntry | MaskEntry
@@ -133,9 +142,18 @@ class InboxBuilder:
                 self._submits[place] = replace(entry, prompt=cut)
         self._aborts.append(AbortEntry(row=row, gen=gen))
 
-    def mask(self, row: int, gen: int, position: int) -> None:
-        """Queues the arrival of a grammar mask, which serves up to `position`."""
-        self._masks.append(MaskEntry(row=row, gen=gen, position=position))
+    def mask(self, row: int, gen: int, position: int, forced: tuple[int, ...] = ()) -> None:
+        """Queues the arrival of a grammar mask, which serves up to `position`.
+
+        Args:
+            row: whose.
+            gen: of its request.
+            position: last one that the mask serves; with forced tokens the one behind them.
+            forced: tokens that the row gets before it; one of them and the next must be left to be
+                sampled within the row's `max_len`. At most `max_forced`.
+        """
+        assert len(forced) <= self.shape.max_forced, len(forced)
+        self._masks.append(MaskEntry(row=row, gen=gen, position=position, forced=forced))
 
     def take(self) -> tuple[Inbox, list[Entry]]:
         """The next step's tensors, and the entries that take effect in it, in order."""
@@ -201,11 +219,14 @@ class InboxBuilder:
         aborts[:, 1] = shape.max_rows
         for i, a in enumerate(entries.get("aborts", [])):
             aborts[i] = (1, a.row, a.gen)
-        masks = np.zeros((shape.max_masks, 4), np.int64)
+        masks = np.zeros((shape.max_masks, 5), np.int64)
         masks[:, 1] = shape.max_rows
+        forced_tokens = np.zeros((shape.max_masks, shape.max_forced), np.int32)
         for i, m in enumerate(entries.get("masks", [])):
-            masks[i] = (1, m.row, m.gen, m.position)
-        return Inbox(*(torch.from_numpy(a) for a in (submits, pieces, piece_tokens, aborts, masks)))
+            masks[i] = (1, m.row, m.gen, m.position, len(m.forced))
+            forced_tokens[i, : len(m.forced)] = m.forced
+        tables = (submits, pieces, piece_tokens, aborts, masks, forced_tokens)
+        return Inbox(*(torch.from_numpy(table) for table in tables))
 
 
 def apply_inbox(shape: SchedulerShape, state: SchedulerState, inbox: Inbox) -> None:
@@ -217,7 +238,7 @@ def apply_inbox(shape: SchedulerShape, state: SchedulerState, inbox: Inbox) -> N
     hit = (real == 1) & (state.gen[row] == gen) & _is_live(row_state)
     target = torch.where(hit, row, shape.max_rows)
     state.state.index_put_((target,), torch.full_like(row_state, ABORTING))
-    _apply_masks(shape, state, inbox.masks)
+    _apply_masks(shape, state, inbox.masks, inbox.forced_tokens)
     # The dump row took the masked lanes: it must never look like a request.
     is_dump = torch.arange(shape.max_rows + 1, device=row.device) == shape.max_rows
     state.state.masked_fill_(is_dump, FREE)
@@ -284,12 +305,22 @@ def _apply_submits(shape: SchedulerShape, state: SchedulerState, submits: Tensor
     put(state.num_cached, 0)
 
 
-def _apply_masks(shape: SchedulerShape, state: SchedulerState, masks: Tensor) -> None:
-    real, row, gen, position = masks.unbind(1)
+def _apply_masks(
+    shape: SchedulerShape, state: SchedulerState, masks: Tensor, forced_tokens: Tensor
+) -> None:
+    real, row, gen, position, num_forced = masks.unbind(1)
     is_ours = (real == 1) & (state.gen[row] == gen) & _is_live(state.state[row])
     wrong = (is_ours & ~state.grammar[row]).sum().int()
     state.error[ERROR_MASK_WITHOUT_GRAMMAR : ERROR_MASK_WITHOUT_GRAMMAR + 1].add_(wrong)
     is_ours = is_ours & state.grammar[row]
+    is_elsewhere = (num_forced > 0) & (state.num_tokens[row] + num_forced != position)
+    dropped = (is_ours & is_elsewhere).sum().int()
+    state.error[ERROR_FORCED_ELSEWHERE : ERROR_FORCED_ELSEWHERE + 1].add_(dropped)
+    is_ours = is_ours & ~is_elsewhere
+    has_forced = is_ours & (num_forced > 0)
+    append_runs(shape, state, row, forced_tokens, torch.where(has_forced, num_forced, 0))
+    target = torch.where(has_forced & (state.state[row] == BLOCKED), row, shape.max_rows)
+    state.state.index_put_((target,), torch.full_like(state.state[row], PREFILL))
     rows = torch.arange(shape.max_rows + 1, device=row.device)
     given = torch.where((rows[:, None] == row) & is_ours, position, -1).amax(1)
     state.mask_pos.copy_(torch.maximum(state.mask_pos, given.int()))

@@ -143,9 +143,9 @@ def _admit(
     group.block_table.index_put_((target,), pages.int())
     group.owned.index_put_((target,), matched)
     state.num_computed.index_put_((target,), matched * shape.page_size)
-    cached = torch.where(
-        state.state[rows] == WAITING, matched * shape.page_size, state.num_cached[rows]
-    )
+    # Forced tokens behind the prompt may be found too.
+    in_prompt = torch.minimum(matched * shape.page_size, state.num_prompt[rows])
+    cached = torch.where(state.state[rows] == WAITING, in_prompt, state.num_cached[rows])
     state.num_cached.index_put_((target,), torch.where(is_admitted, cached, 0))
     admitted = torch.zeros_like(is_waiting).index_put((target,), is_admitted)
     state.pub_ok.masked_fill_(admitted, shape.prefix_caching)

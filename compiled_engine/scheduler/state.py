@@ -53,7 +53,8 @@ ERROR_SUBMIT_TO_USED_ROW = 0
 ERROR_MASK_WITHOUT_GRAMMAR = 1
 ERROR_TOKENS_TO_IDLE_ROW = 2
 ERROR_NO_TOKEN_PAGE = 3
-NUM_ERROR_KINDS = 4
+ERROR_FORCED_ELSEWHERE = 4
+NUM_ERROR_KINDS = 5
 
 # Ring positions are absolute and may move below the start; -1 must stay outside their range.
 RING_START = 1 << 40
@@ -80,6 +81,8 @@ class SchedulerShape:
         token_page_size: tokens of one page of the token store, a multiple of `page_size`.
         num_token_pages: pages of the token store.
         max_submits, max_pieces, max_aborts, max_masks: inbox entries a step.
+        max_forced: tokens that a grammar mask can bring with it, at most `token_page_size`; 0 takes
+            32 or that.
         prefix_caching: match, defer and publish pages.
     """
 
@@ -99,6 +102,7 @@ class SchedulerShape:
     max_pieces: int = 16
     max_aborts: int = 16
     max_masks: int = 64
+    max_forced: int = 0
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -112,6 +116,12 @@ class SchedulerShape:
             object.__setattr__(self, "index_buckets", _power_of_two(-(-ways // self.index_ways)))
         if self.index_buckets & (self.index_buckets - 1):
             raise ValueError(f"index_buckets {self.index_buckets} is no power of two")
+        if not self.max_forced:
+            object.__setattr__(self, "max_forced", min(32, self.token_page_size))
+        if self.max_forced > self.token_page_size:
+            raise ValueError(
+                f"max_forced {self.max_forced} is more than token_page_size {self.token_page_size}"
+            )
         if not self.num_token_pages:
             object.__setattr__(self, "num_token_pages", self.max_rows * self.token_table_width)
 

@@ -109,3 +109,52 @@ def _extend_chains(shape: SchedulerShape, state: SchedulerState, is_given: Tenso
     stored = state.token_table[rows, (page // per_store).clamp_max(shape.token_table_width - 1)]
     stored = torch.where(is_complete, stored, 0).long()
     state.chain.index_put_((stored, page % per_store), link)
+
+
+def append_runs(
+    shape: SchedulerShape, state: SchedulerState, row: Tensor, tokens: Tensor, count: Tensor
+) -> None:
+    """Appends the first `count[i]` of `tokens[i]` to row `row[i]`, and extends its chain.
+
+    Args:
+        shape: static sizes.
+        state: mutated in place.
+        row: [K] i64; a row with tokens stands there once.
+        tokens: [K, max_forced] i32.
+        count: [K] i64, 0 where there is nothing to append.
+    """
+    row = torch.where(count > 0, row, shape.max_rows)
+    start = state.num_tokens[row].long()
+    end, size = start + count, shape.token_page_size
+    last = ((end - 1).clamp_min(0) // size).clamp_max(shape.token_table_width - 1)
+    is_fresh = (count > 0) & ((start % size == 0) | (start // size != last))
+    fresh, got_fresh = pop_token_pages(shape, state, is_fresh)
+    target = torch.where(got_fresh, row, shape.max_rows)
+    state.token_table.index_put_((target, last), fresh.int())
+    place = torch.arange(tokens.shape[1], device=row.device)
+    position = start[:, None] + place  # [K, max_forced]
+    column = (position // size).clamp_max(shape.token_table_width - 1)
+    stored = torch.where(place < count[:, None], state.token_table[row[:, None], column], 0).long()
+    state.token_pages.index_put_((stored, position % size), tokens)
+    state.num_tokens.index_put_((row,), end.int())
+    _extend_runs(shape, state, row, start, end)
+
+
+def _extend_runs(
+    shape: SchedulerShape, state: SchedulerState, row: Tensor, start: Tensor, end: Tensor
+) -> None:
+    """Adds the links of the pages that rows `row` [K] completed from `start` to `end` tokens."""
+    per_store = shape.token_page_size // shape.page_size
+    count = shape.max_forced // shape.page_size + 1
+    first = start // shape.page_size
+    page = first[:, None] + torch.arange(count, device=row.device)  # [K, count]
+    is_complete = (page + 1) * shape.page_size <= end[:, None]
+    before = single_pages(shape, state, row, (first - 1).clamp_min(0)).chain
+    before = torch.where(first == 0, root_sum(state.salt[row]), before)
+    rows = row[:, None].expand_as(page)
+    content = single_pages(shape, state, rows.flatten(), page.flatten()).tokens
+    terms = page_term(content, page.flatten(), state.place_steps).view_as(page)
+    links = before[:, None] + torch.cumsum(torch.where(is_complete, terms, 0), 1)
+    column = (page // per_store).clamp_max(shape.token_table_width - 1)
+    stored = torch.where(is_complete, state.token_table[rows, column], 0).long()
+    state.chain.index_put_((stored, page % per_store), links)

@@ -158,7 +158,7 @@ def test_submit_to_used_row_keeps_its_text():
     pair.submit(0, range(30, 50), 30)
     pair.step()
     assert pair.engine is not None
-    assert pair.engine.state.error.tolist() == pair.oracle.errors == [1, 0, 0, 0]
+    assert pair.engine.state.error.tolist() == pair.oracle.errors == [1, 0, 0, 0, 0]
     assert known_tokens(pair.shape, pair.engine.state, 0) == [*range(9), 1]
     free = int(pair.engine.state.num_free_token_pages)
     assert free == pair.shape.num_token_pages - 2, "the dropped prompt kept token pages"
@@ -170,7 +170,7 @@ def test_no_token_page_is_counted():
     submit_to(engine.builder, 0, list(range(9)))
     engine.take()
     engine.plan(0)
-    assert engine.state.error.tolist() == [0, 0, 0, 1]
+    assert engine.state.error.tolist() == [0, 0, 0, 1, 0]
 
 
 def test_token_pages_come_back_when_rows_end():

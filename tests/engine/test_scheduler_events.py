@@ -22,8 +22,8 @@ ROW = 1  # the row under test; row 0 only helps
 LIVE = (WAITING, PREFILL, DECODE, BLOCKED, RETRACTED)
 USED = (*LIVE, FINISHED, ABORTING)
 
-SUBMIT_ERROR, MASK_ERROR, TOKENS_ERROR = [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]
-NO_ERROR = [0, 0, 0, 0]
+SUBMIT_ERROR, MASK_ERROR, TOKENS_ERROR = [1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0]
+NO_ERROR = [0, 0, 0, 0, 0]
 
 
 def new_pair() -> Pair:

@@ -39,7 +39,13 @@ ENDED = (RowState.FINISHED, RowState.ABORTING)
 # Of a row whose prompt is not scored.
 NO_SCORES = 2**31 - 1
 
-SUBMIT_TO_USED_ROW, MASK_WITHOUT_GRAMMAR, TOKENS_TO_IDLE_ROW, NO_TOKEN_PAGE = range(4)
+(
+    SUBMIT_TO_USED_ROW,
+    MASK_WITHOUT_GRAMMAR,
+    TOKENS_TO_IDLE_ROW,
+    NO_TOKEN_PAGE,
+    FORCED_ELSEWHERE,
+) = range(5)
 
 
 class Shape(Protocol):
@@ -153,7 +159,7 @@ class PythonScheduler:
             shape.key_bits,
             shape.max_tokens // shape.page_size + shape.max_rows,
         )
-        self.errors = [0, 0, 0, 0]
+        self.errors = [0] * 5
         self.current = PythonPlan()
 
     # ---- inbox -------------------------------------------------------------------------------
@@ -202,7 +208,16 @@ class PythonScheduler:
         if not row.grammar:
             self.errors[MASK_WITHOUT_GRAMMAR] += 1
             return
-        row.mask_pos = max(row.mask_pos, entry.position)  # type: ignore[attr-defined]
+        forced = entry.forced  # type: ignore[attr-defined]
+        position = entry.position  # type: ignore[attr-defined]
+        if forced and row.num_tokens + len(forced) != position:
+            self.errors[FORCED_ELSEWHERE] += 1
+            return
+        for token in forced:
+            self._append(row, token)
+        if forced and row.state is RowState.BLOCKED:
+            row.state = RowState.PREFILL
+        row.mask_pos = max(row.mask_pos, position)
 
     # ---- plan --------------------------------------------------------------------------------
 
@@ -365,7 +380,7 @@ class PythonScheduler:
         row.num_computed = len(matched) * self.shape.page_size
         row.pub_ok = self.shape.prefix_caching
         if row.state is RowState.WAITING:
-            row.num_cached = row.num_computed
+            row.num_cached = min(row.num_computed, row.num_prompt)
         row.state = RowState.PREFILL
 
     def _step_order(self) -> list[PythonRow]:

@@ -163,6 +163,8 @@ def random_case(seed: int, **changes: Any) -> tuple[SchedulerShape, Traffic]:
     )
     requests = with_scores(random.Random(-1 - seed), requests)
     requests = some_spoilt(random.Random(-seed), requests, 0.3 if seed % 3 == 0 else 0.0)
+    forced = random.Random(seed + 0.5)
+    values.setdefault("max_forced", min(values["token_page_size"], forced.choice((1, 2, 5, 9))))
     is_steady = rng.random() < 0.5
     traffic = Traffic(
         seed=seed,
@@ -170,6 +172,7 @@ def random_case(seed: int, **changes: Any) -> tuple[SchedulerShape, Traffic]:
         abort_rate=rng.choice((0.0, 0.05, 0.2)),
         noise_rate=rng.choice((0.0, 0.2)),
         max_mask_delay=rng.choice((0, 1, 4)),
+        max_forced=forced.choice((0, values["max_forced"])),
         budgets=(max_tokens,) if is_steady else (1, max(1, max_tokens // 2), max_tokens),
     )
     return small_shape(**values), traffic

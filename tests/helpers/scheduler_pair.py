@@ -142,11 +142,17 @@ class Pair:
         """Queues an abort, of the row's present request unless told otherwise."""
         self.sink.abort(row, self.oracle.rows[row].gen if gen is None else gen)
 
-    def mask(self, row: int, position: int | None = None, gen: int | None = None) -> None:
+    def mask(
+        self,
+        row: int,
+        position: int | None = None,
+        gen: int | None = None,
+        forced: tuple[int, ...] = (),
+    ) -> None:
         """Queues a mask, for the row's next position unless told otherwise."""
         state = self.oracle.rows[row]
-        at = state.num_tokens if position is None else position
-        self.sink.mask(row, state.gen if gen is None else gen, at)
+        at = state.num_tokens + len(forced) if position is None else position
+        self.sink.mask(row, state.gen if gen is None else gen, at, forced)
 
     def state(self, row: int) -> RowState:
         """Returns the oracle's state of a row; the engine's equals it after every step."""

@@ -45,6 +45,18 @@ class Request:
             return False
         return hash((self.prompt, position, 11)) % self.stop_every == 0
 
+    def forced(self, position: int, count: int) -> tuple[int, ...]:
+        """Returns up to `count` tokens from a position on that a grammar could force there."""
+        end = min(position + count, self.max_len - 1)
+        if self.nan_at is not None:
+            end = min(end, self.nan_at)
+        tokens: list[int] = []
+        for place in range(position, end):
+            if self.stops(place):
+                break
+            tokens.append(self.sample(place))
+        return tuple(tokens)
+
     def text(self) -> list[int]:
         """Returns prompt and output, up to where its logits are NaN."""
         tokens = list(self.prompt)
@@ -66,6 +78,7 @@ class Traffic:
         abort_rate: chance a step that some request is aborted.
         noise_rate: chance a step of an entry with an old generation or position.
         max_mask_delay: steps a grammar mask comes late at most.
+        max_forced: forced tokens that a mask brings with it at most.
         first_mask_step: no mask is sent before this step.
         budgets: token budgets a step draws from.
         first_budgets: budgets of the first steps, in order.
@@ -76,6 +89,7 @@ class Traffic:
     abort_rate: float = 0.0
     noise_rate: float = 0.0
     max_mask_delay: int = 0
+    max_forced: int = 0
     first_mask_step: int = 0
     budgets: tuple[int, ...] = (8,)
     first_budgets: tuple[int, ...] = ()
@@ -106,11 +120,12 @@ class SimpleAbort:
 
 @dataclass
 class SimpleMask:
-    """A mask for (row, generation, position)."""
+    """A mask for (row, generation, position), and forced tokens that end in front of it."""
 
     row: int
     gen: int
     position: int
+    forced: tuple[int, ...] = ()
 
 
 class Sink(Protocol):
@@ -120,7 +135,7 @@ class Sink(Protocol):
 
     def abort(self, row: int, gen: int) -> Any: ...
 
-    def mask(self, row: int, gen: int, position: int) -> Any: ...
+    def mask(self, row: int, gen: int, position: int, forced: tuple[int, ...] = ()) -> Any: ...
 
     @property
     def is_empty(self) -> bool: ...
@@ -140,9 +155,9 @@ class SimpleSink:
         """Queues an abort."""
         self.entries.append(SimpleAbort(row, gen))
 
-    def mask(self, row: int, gen: int, position: int) -> None:
+    def mask(self, row: int, gen: int, position: int, forced: tuple[int, ...] = ()) -> None:
         """Queues a mask."""
-        self.entries.append(SimpleMask(row, gen, position))
+        self.entries.append(SimpleMask(row, gen, position, forced))
 
     @property
     def is_empty(self) -> bool:
@@ -162,6 +177,7 @@ class Host:
         self.traffic = traffic
         self.sink = sink
         self.random = random.Random(traffic.seed)
+        self.forced_random = random.Random(traffic.seed + 2)
         self.waiting = list(traffic.requests)
         self.request_of: dict[int, Request] = {}
         self.gens = [0] * num_rows
@@ -243,9 +259,17 @@ class Host:
                 self.masks.setdefault((index, row.gen, row.num_tokens), due)
         for (row_index, gen, position), due in list(self.masks.items()):
             if due == step:
-                self.sink.mask(row_index, gen, position)
+                self._push_mask(row_index, gen, position)
             if self.gens[row_index] != gen:
                 del self.masks[row_index, gen, position]
+
+    def _push_mask(self, row: int, gen: int, position: int) -> None:
+        forced: tuple[int, ...] = ()
+        request = self.request_of.get(row)
+        if self.traffic.max_forced and self.gens[row] == gen and request is not None:
+            count = self.forced_random.randint(0, self.traffic.max_forced)
+            forced = request.forced(position, count)
+        self.sink.mask(row, gen, position + len(forced), forced)
 
     def _push_noise(self, oracle: PythonScheduler) -> None:
         """Sends what races produce: entries of old generations and masks of old positions."""
@@ -255,7 +279,8 @@ class Host:
         if kind == 0:
             self.sink.abort(index, self.gens[index] - 1)
         elif kind == 1:
-            self.sink.mask(index, self.gens[index] - 1, row.num_tokens)
+            forced = (1,) * min(2, self.traffic.max_forced)
+            self.sink.mask(index, self.gens[index] - 1, row.num_tokens + len(forced), forced)
         elif row.grammar and row.gen == self.gens[index] and row.num_tokens > 1:
             self.sink.mask(index, row.gen, self.random.randrange(row.num_tokens))
 

@@ -127,7 +127,8 @@ DEVICE void apply_admitted(const State& s, const AdmitShared& a, const i32* rows
     FOR_EACH(c, count) {
         if (!a.is_admitted[c]) continue;
         i32 row = rows[c], num_known = a.matched[c] * s.page_size;
-        if (s.state[row] == WAITING) s.num_cached[row] = num_known;
+        // Forced tokens behind the prompt may be found too.
+        if (s.state[row] == WAITING) s.num_cached[row] = min(num_known, s.num_prompt[row]);
         s.owned[row] = a.matched[c];
         s.num_computed[row] = num_known;
         s.pub_ok[row] = s.prefix_caching != 0;

@@ -1,6 +1,6 @@
 // One step's submits, prompt pieces, aborts and masks, written into the state.
 #pragma once
-#include "common.cuh"
+#include "token_pages.cuh"
 
 constexpr i32 kMaxPieces = 256;
 
@@ -11,11 +11,13 @@ struct Inbox {
     const i64* pieces;        // real, row, index of the token page, length, salt
     const i32* piece_tokens;  // [max_pieces, token_page_size]
     const i64* aborts;        // real, row, gen
-    const i64* masks;         // real, row, gen, position
+    const i64* masks;         // real, row, gen, position, number of forced tokens
+    const i32* forced_tokens; // [max_masks, max_forced]
     i32 max_submits;
     i32 max_pieces;
     i32 max_aborts;
     i32 max_masks;
+    i32 max_forced;
 };
 
 struct InboxShared {
@@ -30,7 +32,7 @@ DEVICE bool has_entry(const Inbox& inbox) {
     FOR_EACH(i, inbox.max_submits) found |= inbox.submits[i * 10] == 1;
     FOR_EACH(i, inbox.max_pieces) found |= inbox.pieces[i * 5] == 1;
     FOR_EACH(i, inbox.max_aborts) found |= inbox.aborts[i * 3] == 1;
-    FOR_EACH(i, inbox.max_masks) found |= inbox.masks[i * 4] == 1;
+    FOR_EACH(i, inbox.max_masks) found |= inbox.masks[i * 5] == 1;
     return found;
 }
 
@@ -163,16 +165,74 @@ DEVICE void apply_aborts(const State& s, const Inbox& inbox) {
     __syncthreads();
 }
 
-DEVICE void apply_masks(const State& s, const Inbox& inbox) {
+// Whether the mask `entry` is for the row's request and its forced tokens for the row's next position.
+DEVICE bool takes_mask(const State& s, const i64* entry) {
+    i64 row = entry[1];
+    if (entry[0] != 1 || s.gen[row] != entry[2] || !is_live(s.state[row])) return false;
+    return s.grammar[row] && (entry[4] == 0 || s.num_tokens[row] + entry[4] == entry[3]);
+}
+
+DEVICE void count_wrong_masks(const State& s, const Inbox& inbox) {
     FOR_EACH(i, inbox.max_masks) {
-        const i64* entry = inbox.masks + i * 4;
-        if (entry[0] != 1) continue;
+        const i64* entry = inbox.masks + i * 5;
         i64 row = entry[1];
-        if (s.gen[row] != entry[2] || !is_live(s.state[row])) continue;
-        if (s.grammar[row]) atomicMax(&s.mask_pos[row], (i32)entry[3]);
-        else atomicAdd(&s.error[ERROR_MASK_WITHOUT_GRAMMAR], 1);
+        if (entry[0] != 1 || s.gen[row] != entry[2] || !is_live(s.state[row])) continue;
+        if (!s.grammar[row]) atomicAdd(&s.error[ERROR_MASK_WITHOUT_GRAMMAR], 1);
+        else if (!takes_mask(s, entry)) atomicAdd(&s.error[ERROR_FORCED_ELSEWHERE], 1);
+    }
+}
+
+// Appends the forced tokens of one mask and the links of the pages they complete. One thread: they
+// are few, and steps with any are rare.
+DEVICE void append_forced(const State& s, const Inbox& inbox, i32 i) {
+    const i64* entry = inbox.masks + i * 5;
+    i32 row = (i32)entry[1], count = (i32)entry[4], start = s.num_tokens[row];
+    const i32* table = s.token_table + (i64)row * s.token_table_width;
+    for (i32 j = 0; j < count; ++j) {
+        i32 column = (start + j) / s.token_page_size, place = (start + j) % s.token_page_size;
+        s.token_pages[(i64)table[column] * s.token_page_size + place] =
+            inbox.forced_tokens[i * inbox.max_forced + j];
+    }
+    i32 first = start / s.page_size, end = (start + count) / s.page_size;
+    for (i32 page = first; page < end; ++page) extend_chain(s, row, (page + 1) * s.page_size);
+    s.num_tokens[row] = start + count;
+    if (s.state[row] == BLOCKED) s.state[row] = PREFILL;
+}
+
+// Forced tokens of all masks: token pages in the order of the masks, then the tokens.
+DEVICE void apply_forced(const State& s, Scratch& scratch, const Inbox& inbox) {
+    bool has_forced = false;
+    FOR_EACH(i, inbox.max_masks) has_forced |= inbox.masks[i * 5] == 1 && inbox.masks[i * 5 + 4] > 0;
+    if (!__syncthreads_or(has_forced)) return;
+    i32 size = s.token_page_size;
+    FOR_EACH_TURN(i, inbox.max_masks) {
+        const i64* entry = inbox.masks + i * 5;
+        bool is_fresh = false;
+        i32 last = 0;
+        if (i < inbox.max_masks && takes_mask(s, entry) && entry[4] > 0) {
+            i32 start = s.num_tokens[entry[1]];
+            last = ((i32)entry[3] - 1) / size;
+            is_fresh = start % size == 0 || start / size != last;
+        }
+        i32 page = pop_token_page(s, scratch, is_fresh);
+        if (page > 0) s.token_table[entry[1] * s.token_table_width + last] = page;
+        __syncthreads();
+    }
+    FOR_EACH(i, inbox.max_masks) {
+        const i64* entry = inbox.masks + i * 5;
+        if (takes_mask(s, entry) && entry[4] > 0) append_forced(s, inbox, i);
     }
     __syncthreads();
+}
+
+DEVICE void apply_masks(const State& s, Scratch& scratch, const Inbox& inbox) {
+    count_wrong_masks(s, inbox);
+    FOR_EACH(i, inbox.max_masks) {
+        const i64* entry = inbox.masks + i * 5;
+        if (takes_mask(s, entry)) atomicMax(&s.mask_pos[entry[1]], (i32)entry[3]);
+    }
+    __syncthreads();
+    apply_forced(s, scratch, inbox);
 }
 
 DEVICE void apply_inbox(const State& s, Scratch& scratch, const Inbox& inbox, InboxShared& shared) {
@@ -182,5 +242,5 @@ DEVICE void apply_inbox(const State& s, Scratch& scratch, const Inbox& inbox, In
     link_pieces(s, inbox, shared);
     apply_submits(s, inbox);
     apply_aborts(s, inbox);
-    apply_masks(s, inbox);
+    apply_masks(s, scratch, inbox);
 }

@@ -1,0 +1,167 @@
+"""Text that a grammar forces, as the tokens that a row can be given at once.
+
+The helper of `grammar_rows`. A grammar rarely leaves a single token, as most texts can be cut in
+several ways; but often a single text. That is encoded as the tokenizer would, so that the model
+reads what it knows. The last token is left to the model: it may go on beyond the forced text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_engine.request import SamplingParams
+from compiled_engine.thinking import ThinkingState
+
+# Fewer tokens do not pay: the row saves so many steps, but the one that computes them is a mixed
+# one, which makes all other rows wait for it.
+MIN_FORCED = 2
+# No more of a forced text is looked at for each token that can be taken.
+MAX_CHARS_PER_TOKEN = 32
+
+
+class TextEncoder:
+    """Forced text to tokens, for one vocabulary; usable from several threads.
+
+    Args:
+        encode: a text's token ids, without what the tokenizer puts around a text.
+        token_bytes: text of every token id.
+        special_ids: ids that only some grammars let through.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        token_bytes: Sequence[bytes],
+        special_ids: Collection[int],
+    ) -> None:
+        self._encode = encode
+        self._token_bytes = token_bytes
+        self.special_ids = frozenset(special_ids)
+
+    @classmethod
+    def from_backend(
+        cls, backend: str, token_bytes: Sequence[bytes], special_ids: Collection[int]
+    ) -> TextEncoder:
+        """Of a tokenizer.json's text."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(backend)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+        return cls(encode, token_bytes, special_ids)
+
+    def tokens(self, text: str) -> list[int]:
+        """All tokens of `text` but the last, as far as they spell it to the byte."""
+        target, ids = text.encode(), self._encode(text)
+        found = self._spelling(ids, target)
+        if not found and len(ids) > 1:
+            # Some tokenizers put a blank in front of every text; a line break takes it.
+            found = self._spelling(self._behind_break(self._encode("\n" + text)), target)
+        return found
+
+    def _spelling(self, ids: list[int], target: bytes) -> list[int]:
+        found: list[int] = []
+        place = 0
+        for token in ids[:-1]:
+            piece = self._token_bytes[token] if token < len(self._token_bytes) else b""
+            if not piece or not target.startswith(piece, place):
+                break
+            found.append(token)
+            place += len(piece)
+        return found
+
+    def _behind_break(self, ids: list[int]) -> list[int]:
+        for place, token in enumerate(ids):
+            piece = self._token_bytes[token] if token < len(self._token_bytes) else b""
+            if piece.strip(b" ") == b"\n":
+                return ids[place + 1 :]
+            if piece.strip(b" "):
+                break
+        return []
+
+
+@dataclass(frozen=True)
+class JumpRule:
+    """What one request may be given at once.
+
+    Attributes:
+        max_tokens: tokens at once at most.
+        max_len: its prompt and answer at most; the last token is always sampled.
+        barred_ids: tokens that must be sampled, as they end the request or its grammar knows none.
+    """
+
+    max_tokens: int
+    max_len: int
+    barred_ids: frozenset[int]
+
+
+def jumps(params: SamplingParams) -> bool:
+    """Whether a request can be given tokens at once.
+
+    One that wants log probabilities needs the logits of every token; a bias chooses between ways to
+    cut a text into tokens.
+    """
+    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    return params.grammar is not None and not (has_logprobs or params.logit_bias)
+
+
+def jump_rule(
+    params: SamplingParams,
+    stop_ids: Collection[int],
+    encoder: TextEncoder,
+    *,
+    max_len: int,
+    max_tokens: int,
+) -> JumpRule:
+    """The rule of a request that `jumps`."""
+    assert params.grammar is not None
+    barred = frozenset(stop_ids)
+    if params.grammar.kind != "structural_tag":
+        barred |= encoder.special_ids
+    return JumpRule(max_tokens=max_tokens, max_len=max_len, barred_ids=barred)
+
+
+def forced_tokens(
+    matcher: Any,
+    thinking: ThinkingState | None,
+    encoder: TextEncoder,
+    rule: JumpRule,
+    position: int,
+) -> tuple[int, ...]:
+    """The tokens that come next without being sampled, accepted; empty where it does not pay.
+
+    Args:
+        matcher: has accepted all tokens in front of `position`.
+        thinking: likewise; None where there is no budget.
+        encoder: of the model's tokenizer.
+        rule: of the request.
+        position: of the first of them.
+    """
+    room = min(rule.max_tokens, rule.max_len - 1 - position)
+    if room < MIN_FORCED or (thinking is not None and thinking.forced is not None):
+        return ()
+    try:
+        text = matcher.find_jump_forward_string()
+    except UnicodeDecodeError:  # older versions of the library also give parts of characters
+        return ()
+    if len(text.encode()) <= MIN_FORCED:
+        return ()
+    ids = encoder.tokens(text[: MAX_CHARS_PER_TOKEN * rule.max_tokens])[:room]
+    end = next((place for place, token in enumerate(ids) if token in rule.barred_ids), len(ids))
+    if end < MIN_FORCED:
+        return ()
+    taken: list[int] = []
+    for token in ids[:end]:
+        is_free = thinking is None or thinking.forced is None
+        if not (is_free and matcher.accept_token(token)):
+            break
+        if thinking is not None:
+            thinking.take(token)
+        taken.append(token)
+    return tuple(taken)
