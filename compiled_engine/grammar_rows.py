@@ -195,14 +195,16 @@ class GrammarRows:
 
     Args:
         service: compiles; None refuses every such request.
+        max_forced: tokens that may come with a mask at most.
 
     Attributes:
         rows: by row, while its request runs.
         awake: rows that a step must be masked for, or that wait for a mask.
     """
 
-    def __init__(self, service: GrammarService | None) -> None:
+    def __init__(self, service: GrammarService | None, max_forced: int) -> None:
         self._service = service
+        self._max_forced = max_forced
         self._compiling: dict[int, _Compiling] = {}
         self._compiled: dict[int, _Compiling] = {}  # by request id, until it has a row
         self.rows: dict[int, GrammarRow] = {}
@@ -294,7 +296,6 @@ class GrammarRows:
         *,
         max_len: int,
         stop_ids: tuple[int, ...],
-        max_forced: int,
     ) -> None:
         """The request got a row: asks for its first mask.
 
@@ -304,7 +305,6 @@ class GrammarRows:
             gen: generation of the row.
             max_len: prompt and answer at most.
             stop_ids: tokens that end it.
-            max_forced: tokens that may come with a mask at most.
         """
         compiled = self._compiled.pop(request.request_id)
         position, thinking = len(request.prompt_token_ids), None
@@ -324,7 +324,7 @@ class GrammarRows:
         encoder = self._service.encoder
         if encoder is not None and jumps(request.params):
             grammar.rule = jump_rule(
-                request.params, stop_ids, encoder, max_len=max_len, max_tokens=max_forced
+                request.params, stop_ids, encoder, max_len=max_len, max_tokens=self._max_forced
             )
         self._note_wait(request.request_id, grammar.wait_s)
         self._ask(grammar)

@@ -60,10 +60,12 @@ class TextEncoder:
         """All tokens of `text` but the last, as far as they spell it to the byte."""
         target, ids = text.encode(), self._encode(text)
         found = self._spelling(ids, target)
-        if not found and len(ids) > 1:
-            # Some tokenizers put a blank in front of every text; a line break takes it.
-            found = self._spelling(self._behind_break(self._encode("\n" + text)), target)
-        return found
+        if len(found) == len(ids) - 1:
+            return found
+        # Some tokenizers put a blank in front of every text; a line break takes it.
+        ids = self._behind_break(self._encode("\n" + text))
+        other = self._spelling(ids, target)
+        return other if len(other) == len(ids) - 1 else max(found, other, key=len)
 
     def _spelling(self, ids: list[int], target: bytes) -> list[int]:
         found: list[int] = []

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from msgspec import structs
+
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine import Engine, build_engine
 from compiled_engine.errors import EngineError, InvalidRequestError
@@ -171,7 +173,7 @@ class LLM:
 
     def _collect(self, collectors: dict[int, _Collector], event: TokenEvent) -> None:
         collector = collectors[event.request_id]
-        if collector.add(event):
+        if any([collector.add(part) for part in _single_tokens(event)]):
             self.engine.loop.abort(event.request_id)
 
 
@@ -240,6 +242,15 @@ class _Collector:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+def _single_tokens(event: TokenEvent) -> list[TokenEvent]:
+    """The event in parts, so that an answer ends with the token that completes a stop string."""
+    if len(event.token_ids) == 1:
+        return [event]
+    *forced, last = event.token_ids
+    parts = [structs.replace(event, token_ids=[token], finish_reason=None) for token in forced]
+    return [*parts, structs.replace(event, token_ids=[last])]
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -105,7 +105,7 @@ class StepLoop:
         self.is_overlapped = is_overlapped
         self.stats = LoopStats(num_pages_free=executor.shape.num_pages - 1)
         self.inbox = InboxBuilder(executor.shape)
-        self._grammars = GrammarRows(grammars)
+        self._grammars = GrammarRows(grammars, executor.shape.max_forced)
         self._logprobs = LogprobRows()
         # Most steps hand nothing to the device.
         self._no_entries: tuple[Inbox, ParamInbox, list[RowMask]] = (
@@ -388,8 +388,7 @@ class StepLoop:
         )
         self._logprobs.seat(request, row, seat.gen)
         if params.is_masked:
-            limits = {"max_len": seat.max_len, "max_forced": self.inbox.shape.max_forced}
-            self._grammars.seat(request, row, seat.gen, stop_ids=stop_ids, **limits)
+            self._grammars.seat(request, row, seat.gen, max_len=seat.max_len, stop_ids=stop_ids)
 
     def _choose_step(self) -> StepKey:
         """The step to launch; where all that runs decodes, nothing has to be weighed."""

@@ -26,6 +26,15 @@ def test_a_batch_is_its_events():
     assert len(batch()) == 3
 
 
+def test_forced_tokens_stand_in_front_of_their_requests_new_one():
+    forced = msgspec.structs.replace(batch(), forced={1 << 40: (5, 6), 77: (8,)})
+    events = list(forced)
+    assert [event.token_ids for event in events] == [[0], [5, 6, 151_935], [3]]
+    assert events[1].finish_reason == "length"
+    data = msgspec.msgpack.encode(EngineFrame(tokens=forced))
+    assert list(msgspec.msgpack.decode(data, type=EngineFrame).tokens) == events
+
+
 def test_an_empty_batch_is_false():
     assert not TokenBatch()
     assert list(TokenBatch()) == []
