@@ -39,13 +39,8 @@ ENDED = (RowState.FINISHED, RowState.ABORTING)
 # Of a row whose prompt is not scored.
 NO_SCORES = 2**31 - 1
 
-(
-    SUBMIT_TO_USED_ROW,
-    MASK_WITHOUT_GRAMMAR,
-    TOKENS_TO_IDLE_ROW,
-    NO_TOKEN_PAGE,
-    FORCED_ELSEWHERE,
-) = range(5)
+SUBMIT_TO_USED_ROW, MASK_WITHOUT_GRAMMAR, TOKENS_TO_IDLE_ROW = range(3)
+NO_TOKEN_PAGE, FORCED_ELSEWHERE = range(3, 5)
 
 
 class Shape(Protocol):
