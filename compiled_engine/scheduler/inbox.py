@@ -33,7 +33,13 @@ from compiled_engine.scheduler.state import (
     SchedulerShape,
     SchedulerState,
 )
-from compiled_engine.scheduler.token_store import append_runs, pop_token_pages
+from compiled_engine.scheduler.token_store import (
+    Runs,
+    begin_runs,
+    fresh_pages,
+    pop_token_pages,
+    store_runs,
+)
 
 
 class Inbox(NamedTuple):
@@ -231,14 +237,15 @@ class InboxBuilder:
 
 def apply_inbox(shape: SchedulerShape, state: SchedulerState, inbox: Inbox) -> None:
     """Writes one step's entries into the state, in place."""
-    _store_pieces(shape, state, inbox)
+    is_piece = (inbox.pieces[:, 0] == 1) & (state.state[inbox.pieces[:, 1]] == FREE)
     _apply_submits(shape, state, inbox.submits)
     real, row, gen = inbox.aborts.unbind(1)
     row_state = state.state[row]
     hit = (real == 1) & (state.gen[row] == gen) & _is_live(row_state)
     target = torch.where(hit, row, shape.max_rows)
     state.state.index_put_((target,), torch.full_like(row_state, ABORTING))
-    _apply_masks(shape, state, inbox.masks, inbox.forced_tokens)
+    runs = _apply_masks(shape, state, inbox.masks, inbox.forced_tokens)
+    _store_tokens(shape, state, inbox, is_piece, runs)
     # The dump row took the masked lanes: it must never look like a request.
     is_dump = torch.arange(shape.max_rows + 1, device=row.device) == shape.max_rows
     state.state.masked_fill_(is_dump, FREE)
@@ -251,13 +258,28 @@ def _is_live(row_state: Tensor) -> Tensor:
     return (row_state >= WAITING) & (row_state <= RETRACTED)
 
 
-def _store_pieces(shape: SchedulerShape, state: SchedulerState, inbox: Inbox) -> None:
-    """Puts prompt pieces into token pages and forms their chain sums."""
-    real, row, index, length, salt = inbox.pieces.unbind(1)
-    is_real = (real == 1) & (state.state[row] == FREE)
-    stored, is_real = pop_token_pages(shape, state, is_real)
-    target = torch.where(is_real, row, shape.max_rows)
-    state.token_table.index_put_((target, index), stored.int())
+def _store_tokens(
+    shape: SchedulerShape, state: SchedulerState, inbox: Inbox, is_piece: Tensor, runs: Runs
+) -> None:
+    """Takes token pages for the pieces where `is_piece`, then for the runs, and fills them.
+
+    Pages of both are written into the table at once: behind a second write compilers copy it.
+    """
+    _, row, index, *_ = inbox.pieces.unbind(1)
+    is_fresh, column = fresh_pages(shape, runs)
+    stored, is_given = pop_token_pages(shape, state, torch.cat((is_piece, is_fresh)))
+    target = torch.where(is_given, torch.cat((row, runs.row)), shape.max_rows)
+    state.token_table.index_put_((target, torch.cat((index, column))), stored.int())
+    num_pieces = row.shape[0]
+    _store_pieces(shape, state, inbox, stored[:num_pieces], is_given[:num_pieces])
+    store_runs(shape, state, runs)
+
+
+def _store_pieces(
+    shape: SchedulerShape, state: SchedulerState, inbox: Inbox, stored: Tensor, is_real: Tensor
+) -> None:
+    """Puts prompt pieces into the token pages `stored` and forms their chain sums."""
+    _, row, index, length, salt = inbox.pieces.unbind(1)
     state.token_pages.index_put_((stored,), inbox.piece_tokens)
     per_store = shape.token_page_size // shape.page_size
     tokens = inbox.piece_tokens.view(-1, per_store, shape.page_size)
@@ -307,7 +329,8 @@ def _apply_submits(shape: SchedulerShape, state: SchedulerState, submits: Tensor
 
 def _apply_masks(
     shape: SchedulerShape, state: SchedulerState, masks: Tensor, forced_tokens: Tensor
-) -> None:
+) -> Runs:
+    """Notes the masks; returns what they bring, which the rows know of and nobody has stored."""
     real, row, gen, position, num_forced = masks.unbind(1)
     is_ours = (real == 1) & (state.gen[row] == gen) & _is_live(state.state[row])
     wrong = (is_ours & ~state.grammar[row]).sum().int()
@@ -318,9 +341,10 @@ def _apply_masks(
     state.error[ERROR_FORCED_ELSEWHERE : ERROR_FORCED_ELSEWHERE + 1].add_(dropped)
     is_ours = is_ours & ~is_elsewhere
     has_forced = is_ours & (num_forced > 0)
-    append_runs(shape, state, row, forced_tokens, torch.where(has_forced, num_forced, 0))
+    runs = begin_runs(shape, state, row, forced_tokens, torch.where(has_forced, num_forced, 0))
     target = torch.where(has_forced & (state.state[row] == BLOCKED), row, shape.max_rows)
     state.state.index_put_((target,), torch.full_like(state.state[row], PREFILL))
     rows = torch.arange(shape.max_rows + 1, device=row.device)
     given = torch.where((rows[:, None] == row) & is_ours, position, -1).amax(1)
     state.mask_pos.copy_(torch.maximum(state.mask_pos, given.int()))
+    return runs

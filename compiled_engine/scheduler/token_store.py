@@ -111,33 +111,51 @@ def _extend_chains(shape: SchedulerShape, state: SchedulerState, is_given: Tenso
     state.chain.index_put_((stored, page % per_store), link)
 
 
-def append_runs(
+class Runs(NamedTuple):
+    """Tokens that rows get in one step, K runs of them; a row with tokens stands there once."""
+
+    row: Tensor  # [K] i64, the dump row where there is nothing to append
+    start: Tensor  # [K] i64, tokens the row knew
+    end: Tensor  # [K] i64, tokens it knows now
+    tokens: Tensor  # [K, max_forced] i32, the first `end - start` count
+
+
+def begin_runs(
     shape: SchedulerShape, state: SchedulerState, row: Tensor, tokens: Tensor, count: Tensor
-) -> None:
-    """Appends the first `count[i]` of `tokens[i]` to row `row[i]`, and extends its chain.
+) -> Runs:
+    """Lets row `row[i]` know the first `count[i]` of `tokens[i]`; `store_runs` must follow.
 
     Args:
         shape: static sizes.
         state: mutated in place.
-        row: [K] i64; a row with tokens stands there once.
+        row: [K] i64.
         tokens: [K, max_forced] i32.
         count: [K] i64, 0 where there is nothing to append.
     """
     row = torch.where(count > 0, row, shape.max_rows)
     start = state.num_tokens[row].long()
-    end, size = start + count, shape.token_page_size
-    last = ((end - 1).clamp_min(0) // size).clamp_max(shape.token_table_width - 1)
-    is_fresh = (count > 0) & ((start % size == 0) | (start // size != last))
-    fresh, got_fresh = pop_token_pages(shape, state, is_fresh)
-    target = torch.where(got_fresh, row, shape.max_rows)
-    state.token_table.index_put_((target, last), fresh.int())
-    place = torch.arange(tokens.shape[1], device=row.device)
-    position = start[:, None] + place  # [K, max_forced]
+    state.num_tokens.index_put_((row,), (start + count).int())
+    return Runs(row, start, start + count, tokens)
+
+
+def fresh_pages(shape: SchedulerShape, runs: Runs) -> tuple[Tensor, Tensor]:
+    """Which runs need one more token page [K], and its place in the row's table [K]."""
+    size = shape.token_page_size
+    last = ((runs.end - 1).clamp_min(0) // size).clamp_max(shape.token_table_width - 1)
+    is_fresh = (runs.start % size == 0) | (runs.start // size != last)
+    return is_fresh & (runs.end > runs.start), last
+
+
+def store_runs(shape: SchedulerShape, state: SchedulerState, runs: Runs) -> None:
+    """Writes the tokens into the rows' token pages, and extends the chains."""
+    size = shape.token_page_size
+    place = torch.arange(runs.tokens.shape[1], device=runs.row.device)
+    position = runs.start[:, None] + place  # [K, max_forced]
     column = (position // size).clamp_max(shape.token_table_width - 1)
-    stored = torch.where(place < count[:, None], state.token_table[row[:, None], column], 0).long()
-    state.token_pages.index_put_((stored, position % size), tokens)
-    state.num_tokens.index_put_((row,), end.int())
-    _extend_runs(shape, state, row, start, end)
+    stored = state.token_table[runs.row[:, None], column]
+    stored = torch.where(position < runs.end[:, None], stored, 0).long()
+    state.token_pages.index_put_((stored, position % size), runs.tokens)
+    _extend_runs(shape, state, runs.row, runs.start, runs.end)
 
 
 def _extend_runs(
