@@ -70,6 +70,7 @@ class GrammarService:
         self._load_tokens = load_tokens
         self._encodes = encodes
         self.encoder: TextEncoder | None = None
+        self._table: TokenTable | None = None  # until the compiler is there
         self._entries: OrderedDict[GrammarSpec | None, _Entry] = OrderedDict()
         self._lock = threading.Lock()
         self._loading = threading.Lock()
@@ -146,21 +147,25 @@ class GrammarService:
 
     def _loaded(self) -> tuple[Compiler, TrialProcess]:
         with self._loading:
-            table = None
             if self._vocabularies is None:
-                table = self._load_tokens()
-                self._vocabularies = vocabularies_of(table)
+                self._table = self._load_tokens()
+                self._vocabularies = vocabularies_of(self._table)
             if self._trials is None or not self._trials.is_alive:
                 self._trials = TrialProcess(self._vocabularies)
             if self._compiler is None:
-                self._compiler = Compiler(self._vocabularies)
-                if self._encodes and table is not None:
-                    token_bytes, special = self._compiler.token_bytes, table.special_ids
-                    self.encoder = TextEncoder.from_backend(table.backend, token_bytes, special)
+                compiler = Compiler(self._vocabularies)
+                if self._encodes:
+                    self.encoder = self._new_encoder(compiler)
+                self._compiler, self._table = compiler, None
                 # Waits until it has started.
                 self._trials.run(GrammarSpec("json_object"), START_LIMIT_S + WALL_LIMIT_S)
                 self._loaded_at = time.monotonic()
             return self._compiler, self._trials
+
+    def _new_encoder(self, compiler: Compiler) -> TextEncoder:
+        table = self._table
+        assert table is not None
+        return TextEncoder.from_backend(table.backend, compiler.token_bytes, table.special_ids)
 
     def _evict(self) -> None:
         """Forgets what was not used for longest, where there is too much."""
