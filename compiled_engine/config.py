@@ -20,6 +20,7 @@ ModelImpl = Literal["auto", "native", "transformers"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 OverlapSchedule = Literal["auto", "on", "off"]
+JumpForward = Literal["auto", "on", "off"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CudagraphMode = Literal["full", "piecewise", "none"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
@@ -63,8 +64,8 @@ class EngineConfig:
         max_total_tokens: tokens the KV pool holds; None sizes it from memory.
         gpu_memory_utilization: hard ceiling on the share of GPU memory the engine takes.
         enable_prefix_caching: reuse KV pages of equal prefixes.
-        enable_jump_forward: text that a grammar forces is appended at once, instead of token by
-            token.
+        jump_forward: text that a grammar forces is appended at once, instead of token by token;
+            "auto" does on a CPU, where that was measured to pay.
         enforce_eager: run the same model and scheduler without torch.compile.
         overlap_schedule: launch a step before the tokens of the one before are read; "auto" does
             on a GPU, where the host would wait.
@@ -112,7 +113,7 @@ class EngineConfig:
     max_total_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    enable_jump_forward: bool = True
+    jump_forward: JumpForward = "auto"
     enforce_eager: bool = False
     overlap_schedule: OverlapSchedule = "auto"
     cudagraph_mode: CudagraphMode = "full"
@@ -138,6 +139,7 @@ class EngineConfig:
         _check_choice("--dtype", self.dtype, DtypeName)
         _check_choice("--quantization", self.quantization, Quantization)
         _check_choice("--device", self.device, DeviceName)
+        _check_choice("--jump-forward", self.jump_forward, JumpForward)
         _check_choice("--overlap-schedule", self.overlap_schedule, OverlapSchedule)
         _check_choice("--cudagraph-mode", self.cudagraph_mode, CudagraphMode)
         _check_choice("--kv-cache-dtype", self.kv_cache_dtype, KvCacheDtype)

@@ -125,7 +125,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         is_overlapped=settings.is_overlapped,
         step_times=_measure_step_times(config, model_config, executor),
         loops_on_device=config.device_loop,
-        grammars=_grammar_service(config, settings),
+        grammars=_grammar_service(config, settings, device),
     )
     memory = None
     if needs is not None:
@@ -159,7 +159,9 @@ def _log_quantization(
         logger.info("quantised: %s", line)
 
 
-def _grammar_service(config: EngineConfig, settings: Settings) -> GrammarService | None:
+def _grammar_service(
+    config: EngineConfig, settings: Settings, device: torch.device
+) -> GrammarService | None:
     """Compiles grammars for the model's tokenizer; None where it has none, or no end token."""
     folder = settings.tokenizer_folder
     if not (has_tokenizer(folder) and settings.eos_token_ids):
@@ -174,7 +176,8 @@ def _grammar_service(config: EngineConfig, settings: Settings) -> GrammarService
         special = sorted(i for i in tokenizer.special_token_ids if i < len(tokens))
         return TokenTable(tokens, special, list(settings.eos_token_ids), tokenizer.backend.to_str())
 
-    return GrammarService(load_tokens, encodes=config.enable_jump_forward)
+    jumps = {"auto": device.type == "cpu", "on": True, "off": False}[config.jump_forward]
+    return GrammarService(load_tokens, encodes=jumps)
 
 
 def kept_ops(device: torch.device) -> frozenset[str]:

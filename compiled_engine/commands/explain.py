@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _UNUSED = frozenset(
     {
         "tokenizer", "load_format", "max_model_len", "max_total_tokens", "gpu_memory_utilization",
-        "enable_prefix_caching", "enable_jump_forward", "enforce_eager", "overlap_schedule",
+        "enable_prefix_caching", "jump_forward", "enforce_eager", "overlap_schedule",
         "cudagraph_mode", "check_graphs", "scheduler", "device_loop", "max_step_ms", "dump_graphs",
         "seed", "allow_pickle", "num_threads",
     }

@@ -57,7 +57,7 @@ def answers_of(engine: Engine, tokenizer: Tokenizer, schemas: list[dict[str, Any
 def test_tool_calls_are_the_same_but_for_how_forced_text_is_cut() -> None:
     options: dict[str, Any] = {"max_model_len": 1024, "block_size": 16}
     engine = tiny_engine(Path(DEFAULT_MODEL), **options)
-    plain = tiny_engine(Path(DEFAULT_MODEL), enable_jump_forward=False, **options)
+    plain = tiny_engine(Path(DEFAULT_MODEL), jump_forward="off", **options)
     tokenizer = Tokenizer.from_folder(engine.settings.folder)
     schemas = [call_schema(tool) for tool in bfcl.tools(NUM_TOOLS)]
     found = answers_of(engine, tokenizer, schemas)

@@ -45,7 +45,7 @@ ENGINE_VALUES = {
     "max_total_tokens": ("4096", 4096),
     "gpu_memory_utilization": ("0.5", 0.5),
     "enable_prefix_caching": (None, False),
-    "enable_jump_forward": (None, False),
+    "jump_forward": ("off", "off"),
     "enforce_eager": (None, True),
     "overlap_schedule": ("off", "off"),
     "cudagraph_mode": ("none", "none"),
@@ -95,7 +95,7 @@ SERVER_VALUES = {
 def _argument(name: str, text: str | None) -> list[str]:
     flag = flags_of(name)[0]
     if text is None:
-        is_on = name in ("enable_prefix_caching", "enable_jump_forward", "access_log")
+        is_on = name in ("enable_prefix_caching", "access_log")
         return [f"--no-{flag[2:]}" if is_on else flag]
     return [flag, text]
 

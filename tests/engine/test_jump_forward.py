@@ -68,7 +68,7 @@ def tokenizer(folder) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def plain(folder) -> Engine:
-    return tiny_engine(folder, enable_jump_forward=False)
+    return tiny_engine(folder, jump_forward="off")
 
 
 @pytest.fixture(scope="module")
