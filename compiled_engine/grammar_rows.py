@@ -22,7 +22,7 @@ import numpy as np
 
 from compiled_engine.errors import InvalidRequestError
 from compiled_engine.grammar import GrammarService
-from compiled_engine.jump_forward import JumpRule, forced_tokens, jump_rule, jumps
+from compiled_engine.jump_forward import Answer, JumpRule, forced_tokens, jump_rule, jumps
 from compiled_engine.outbox import (
     COLUMN_FLAGS,
     COLUMN_GEN,
@@ -173,8 +173,8 @@ def _advance(row: GrammarRow, service: GrammarService) -> None:
             return
     if row.rule is not None:
         assert service.encoder is not None
-        args = (row.matcher, row.thinking, service.encoder, row.rule, row.position)
-        row.forced = forced_tokens(*args)
+        answer = Answer(row.matcher, row.tensor, row.thinking, row.position)
+        row.forced = forced_tokens(answer, service.encoder, row.rule)
         row.position += len(row.forced)
     forced = None if row.thinking is None else row.thinking.forced
     row.serves_until = row.position

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from compiled_engine.request import SamplingParams
 from compiled_engine.thinking import ThinkingState
 
@@ -19,8 +21,8 @@ from compiled_engine.thinking import ThinkingState
 # a quarter of the text; single ones would be more than twice as many jumps for a third more. The
 # number is fixed, so that an answer does not depend on its company.
 MIN_FORCED = 2
-# No more of a forced text is looked at for each token that can be taken.
-MAX_CHARS_PER_TOKEN = 32
+# No more of a forced text is looked for, for each token that can be taken.
+MAX_BYTES_PER_TOKEN = 8
 
 
 class TextEncoder:
@@ -41,6 +43,19 @@ class TextEncoder:
         self._encode = encode
         self._token_bytes = token_bytes
         self.special_ids = frozenset(special_ids)
+        self._first_bytes = np.array([piece[0] if piece else -1 for piece in token_bytes], np.int16)
+        self._first_bytes[[i for i in special_ids if i < len(token_bytes)]] = -1
+
+    def only_byte(self, mask: np.ndarray) -> int | None:
+        """The byte that every token let through begins with; None if they differ or are special.
+
+        mask: int32 words of 32 token ids each, the lowest first.
+        """
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(self._first_bytes)]
+        found = self._first_bytes[bits.view(bool)]
+        if not found.size or found[0] < 0 or (found != found[0]).any():
+            return None
+        return int(found[0])
 
     @classmethod
     def from_backend(
@@ -131,39 +146,60 @@ def jump_rule(
     return JumpRule(max_tokens=max_tokens, max_len=max_len, barred_ids=barred)
 
 
-def forced_tokens(
-    matcher: Any,
-    thinking: ThinkingState | None,
-    encoder: TextEncoder,
-    rule: JumpRule,
-    position: int,
-) -> tuple[int, ...]:
-    """The tokens that come next without being sampled, accepted; empty where it does not pay.
+@dataclass(frozen=True)
+class Answer:
+    """How far an answer is.
 
-    Args:
-        matcher: has accepted all tokens in front of `position`.
-        thinking: likewise; None where there is no budget.
-        encoder: of the model's tokenizer.
-        rule: of the request.
-        position: of the first of them.
+    Attributes:
+        matcher: has accepted all its tokens.
+        tensor: int32 [1, words], a mask that the matcher fills.
+        thinking: has taken all its tokens; None where there is no budget.
+        position: of its next token, the prompt counted.
     """
-    room = min(rule.max_tokens, rule.max_len - 1 - position)
+
+    matcher: Any
+    tensor: Any
+    thinking: ThinkingState | None
+    position: int
+
+
+def forced_text(answer: Answer, encoder: TextEncoder, rule: JumpRule) -> str:
+    """The text that must come next: byte by byte, while all tokens let through begin with one.
+
+    The library's own search has no bound, and some grammars force text without end.
+    """
+    mask, found = answer.tensor.numpy()[0], bytearray()
+    ends = [(i // 32, i % 32) for i in rule.barred_ids - encoder.special_ids]
+    while len(found) < MAX_BYTES_PER_TOKEN * rule.max_tokens:
+        mask.fill(-1)
+        answer.matcher.fill_next_token_bitmask(answer.tensor, 0)
+        byte = encoder.only_byte(mask)
+        can_end = any(mask[word] >> bit & 1 for word, bit in ends)
+        if byte is None or can_end or not answer.matcher.accept_string(bytes([byte])):
+            break
+        found.append(byte)
+    if found:
+        answer.matcher.rollback(len(found))
+    return found.decode(errors="ignore")  # the last character may be there in part
+
+
+def forced_tokens(answer: Answer, encoder: TextEncoder, rule: JumpRule) -> tuple[int, ...]:
+    """The tokens that come next without being sampled, accepted; empty where it does not pay."""
+    thinking = answer.thinking
+    room = min(rule.max_tokens, rule.max_len - 1 - answer.position)
     if room < MIN_FORCED or (thinking is not None and thinking.forced is not None):
         return ()
-    try:
-        text = matcher.find_jump_forward_string()
-    except UnicodeDecodeError:  # older versions of the library also give parts of characters
-        return ()
+    text = forced_text(answer, encoder, rule)
     if len(text.encode()) <= MIN_FORCED:
         return ()
-    ids = encoder.tokens(text[: MAX_CHARS_PER_TOKEN * rule.max_tokens])[:room]
+    ids = encoder.tokens(text)[:room]
     end = next((place for place, token in enumerate(ids) if token in rule.barred_ids), len(ids))
     if end < MIN_FORCED:
         return ()
     taken: list[int] = []
     for token in ids[:end]:
         is_free = thinking is None or thinking.forced is None
-        if not (is_free and matcher.accept_token(token)):
+        if not (is_free and answer.matcher.accept_token(token)):
             break
         if thinking is not None:
             thinking.take(token)

@@ -1,4 +1,4 @@
-"""`scaled_linear` by the library's products of 8-bit floats, in the layouts that it takes."""
+"""`scaled_linear` by the library's products of 8-bit numbers, in the layouts that it takes."""
 
 from __future__ import annotations
 

@@ -200,6 +200,8 @@ def _weights(node: Any, topk: Node, choice: _Choice) -> tuple[bool, float] | Non
         if is_call(node, torch.ops.prims.convert_element_type.default):
             node = args_of(node)[0]
         elif is_call(node, aten.mul.Tensor) and isinstance(args_of(node)[1], (int, float)):
+            if renormalize:  # a factor in front of the division is none of the weights'
+                return None
             scale *= args_of(node)[1]
             node = args_of(node)[0]
         elif choice.scores is not None and (divided := _renormalized(node)) is not None:

@@ -128,8 +128,8 @@ class DirectPiece:
         first = self._first
 
         def first_call(*arguments: Any) -> Any:
-            first.arguments = list(arguments)
             first.results = compiled(*arguments)
+            first.arguments = list(arguments)
             return first.results
 
         self._made = compiled

@@ -140,7 +140,13 @@ class InboxBuilder:
         self._submits.append(entry)
 
     def abort(self, row: int, gen: int) -> None:
-        """Queues an abort. A prompt that is still being uploaded is cut where it is."""
+        """Queues an abort.
+
+        A prompt that is still being uploaded is cut where it is, and masks of the row that wait are
+        dropped: their tokens would stand elsewhere then.
+        """
+        kept = (entry for entry in self._masks if (entry.row, entry.gen) != (row, gen))
+        self._masks = deque(kept)
         for place, entry in enumerate(self._submits):
             if entry.row == row and entry.gen == gen:
                 sent = self._num_pieces_sent * self.shape.token_page_size if place == 0 else 0

@@ -86,11 +86,16 @@ def test_submits_a_step_are_limited():
 
 def test_entries_of_one_step_are_submit_then_abort_then_mask():
     pair = make_pair()
-    gen = pair.submit(0, [1, 2, 3], 9, grammar=True)
-    pair.mask(0, 3, gen)
-    pair.abort(0, gen)
+    gens = [pair.submit(row, [1, 2, 3], 9, grammar=True) for row in range(2)]
+    for row, gen in enumerate(gens):
+        pair.mask(row, 3, gen)
+    pair.abort(0, gens[0])  # whose mask is dropped
     pair.step()
-    assert [type(entry) for entry in pair.applied] == [SubmitEntry, AbortEntry, MaskEntry]
+    kinds = [SubmitEntry, SubmitEntry, AbortEntry, MaskEntry]
+    assert [type(entry) for entry in pair.applied] == kinds
+    assert pair.applied[-1].row == 1
+    pair.abort(1, gens[1])
+    pair.step()
     pair.step()
     pair.check_idle()
 

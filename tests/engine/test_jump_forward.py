@@ -13,12 +13,20 @@ from typing import Any
 
 import jsonschema
 import pytest
+import xgrammar
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import models, normalizers
 
 from compiled_engine.engine import Engine
 from compiled_engine.faults import Fault
-from compiled_engine.jump_forward import MIN_FORCED, TextEncoder
+from compiled_engine.jump_forward import (
+    MIN_FORCED,
+    JumpRule,
+    TextEncoder,
+    forced_text,
+    forced_tokens,
+)
+from compiled_engine.jump_forward import Answer as AnswerState
 from compiled_engine.llm import LLM
 from compiled_engine.request import GrammarSpec, Request, SamplingParams, ThinkingBudget
 from compiled_engine.scheduler.state import BLOCKED, PREFILL
@@ -393,3 +401,37 @@ def test_special_tokens_are_never_put_into_text(engine, plain, tokenizer):
     answers, num_jumped = run_pair(engine, plain, [asked(spec("choice", [text]))])
     assert num_jumped > 0
     assert not set(answers[0].tokens[:-1]) & tokenizer.special_token_ids
+
+
+DOUBLING = "root ::= r0 r0\n" + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(40))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "forced"),
+    [
+        ('root ::= "ab" root', "ab" * 128),
+        (DOUBLING + 'r40 ::= "x"\n', "x" * 256),
+        ('root ::= "abc" | "abcd"', "abc"),
+        ('root ::= "ab" ("c" | "d") "e"', "ab"),
+        ("root ::= [a-z]", ""),
+        ('root ::= "na" ("ï" | "î")', "na"),
+    ],
+    ids=["endless", "doubling", "may end", "choice", "class", "part of a character"],
+)
+def test_forced_text_is_looked_for_within_a_bound(grammar, forced):
+    texts = [bytes([value]) for value in range(256)] + [b"ab", b"bc", b"<end>"]
+    info = xgrammar.TokenizerInfo(
+        texts, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[len(texts) - 1]
+    )
+    compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(grammar)
+    matcher = xgrammar.GrammarMatcher(compiled)
+    tensor = xgrammar.allocate_token_bitmask(1, len(texts))
+    encoder = TextEncoder(lambda text: list(text.encode()), texts, [len(texts) - 1])
+    rule = JumpRule(max_tokens=32, max_len=10_000, barred_ids=frozenset())
+    answer = AnswerState(matcher, tensor, None, 5)
+    for _ in range(2):  # the matcher stands where it stood
+        assert forced_text(answer, encoder, rule) == forced
+    wanted = forced.encode()[:-1][:32]
+    assert forced_tokens(answer, encoder, rule) == tuple(
+        wanted if len(wanted) >= MIN_FORCED else b""
+    )

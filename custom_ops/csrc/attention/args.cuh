@@ -24,6 +24,9 @@
 #ifndef KEEPS_ALL
 #define KEEPS_ALL 0  // whether L2 keeps what one lane reads as long as a prefix, which several lanes read
 #endif
+#ifndef QUANTIZED
+#define QUANTIZED 0  // whether results are 8-bit floats
+#endif
 #ifndef HAS_CAP
 #define HAS_CAP 0  // whether scores have a soft cap
 #endif
