@@ -171,18 +171,22 @@ def _advance(row: GrammarRow, service: GrammarService) -> None:
         if row.matcher is not None and not row.matcher.accept_token(token):
             row.error = f"the grammar refuses token {token}, which was chosen under its mask"
             return
+    has_mask = False
     if row.rule is not None:
         assert service.encoder is not None
         answer = Answer(row.matcher, row.tensor, row.thinking, row.position)
-        row.forced = forced_tokens(answer, service.encoder, row.rule)
+        found = forced_tokens(answer, service.encoder, row.rule)
+        has_mask, row.forced = found is None, found or ()
         row.position += len(row.forced)
     forced = None if row.thinking is None else row.thinking.forced
     row.serves_until = row.position
-    row.mask.fill(-1 if forced is None else 0)
+    if not has_mask:
+        row.mask.fill(-1 if forced is None else 0)
     if forced is not None:
         row.mask.view(np.uint32)[forced // 32] = 1 << forced % 32
     elif row.matcher is not None:
-        row.matcher.fill_next_token_bitmask(row.tensor, 0)
+        if not has_mask:
+            row.matcher.fill_next_token_bitmask(row.tensor, 0)
         if not row.mask.any():
             row.error, row.is_refusal = "the grammar leaves no token to go on with", True
     else:

@@ -163,8 +163,10 @@ class Answer:
     position: int
 
 
-def forced_text(answer: Answer, encoder: TextEncoder, rule: JumpRule) -> str:
+def forced_text(answer: Answer, encoder: TextEncoder, rule: JumpRule) -> str | None:
     """The text that must come next: byte by byte, while all tokens let through begin with one.
+
+    None: not even one byte is forced, and the tensor holds the mask of the next token.
 
     The library's own search has no bound, and some grammars force text without end.
     """
@@ -178,18 +180,24 @@ def forced_text(answer: Answer, encoder: TextEncoder, rule: JumpRule) -> str:
         if byte is None or can_end or not answer.matcher.accept_string(bytes([byte])):
             break
         found.append(byte)
-    if found:
-        answer.matcher.rollback(len(found))
+    if not found:
+        return None
+    answer.matcher.rollback(len(found))
     return found.decode(errors="ignore")  # the last character may be there in part
 
 
-def forced_tokens(answer: Answer, encoder: TextEncoder, rule: JumpRule) -> tuple[int, ...]:
-    """The tokens that come next without being sampled, accepted; empty where it does not pay."""
+def forced_tokens(answer: Answer, encoder: TextEncoder, rule: JumpRule) -> tuple[int, ...] | None:
+    """The tokens that come next without being sampled, accepted; empty where it does not pay.
+
+    None: nothing is forced, and the tensor holds the mask of the next token.
+    """
     thinking = answer.thinking
     room = min(rule.max_tokens, rule.max_len - 1 - answer.position)
     if room < MIN_FORCED or (thinking is not None and thinking.forced is not None):
         return ()
     text = forced_text(answer, encoder, rule)
+    if text is None:
+        return None
     if len(text.encode()) <= MIN_FORCED:
         return ()
     ids = encoder.tokens(text)[:room]

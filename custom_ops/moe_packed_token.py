@@ -25,12 +25,11 @@ from compiled_engine.custom_ops.cuda_build import (
 from compiled_engine.custom_ops.gemm_skinny import num_multiprocessors
 from compiled_engine.custom_ops.moe_config import PackedTokenConfig
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
+from compiled_engine.custom_ops.moe_packed import UNIT
 from compiled_engine.custom_ops.quant_packed import MAX_SHARED_BYTES, PackedArgs
 
 SOURCE = "packed/experts_token.cu"
 KERNEL = "expert_token"
-# Columns of 128 bytes of a row.
-UNIT = 256
 
 
 class ExpertTokenArgs(ctypes.Structure):
