@@ -32,6 +32,14 @@ from perf.stopping import Stopped, left_out, stop_on_sigterm
 
 NAME = "gpu_models"
 DEFAULT_MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
+LONE_ENGINE = {
+    "load_format": "dummy",
+    "device": "cuda",
+    "max_model_len": 4096,
+    "max_num_seqs": 4,
+    "max_total_tokens": 4 * 4096,
+    "chunked_prefill_size": 512,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +98,12 @@ class Bench:
         """Its loop."""
         return Driver(self.llm.engine, Prompts(vocab_size=self.shape.config["vocab_size"]))
 
+    @cached_property
+    def lone_driver(self) -> Driver:
+        """The loop of an engine of few rows and short prompts, which takes little to build."""
+        llm = self._stack.enter_context(self.build(LONE_ENGINE))
+        return Driver(llm.engine, Prompts(vocab_size=self.shape.config["vocab_size"]))
+
     def build(self, options: dict[str, Any]) -> Any:
         """An engine of the shape with these options of `LLM`."""
         from compiled_engine import LLM
@@ -101,18 +115,24 @@ class Bench:
         return llm
 
 
-def _decode(bench: Bench, *, batch_sizes: tuple[int, ...] = BATCH_SIZES) -> Iterator[Measured]:
+def _decode(bench: Bench) -> Iterator[Measured]:
+    yield from _decode_steps(bench, bench.driver, BATCH_SIZES)
+
+
+def _decode_one(bench: Bench) -> Iterator[Measured]:
+    yield from _decode_steps(bench, bench.lone_driver, (1,))
+
+
+def _decode_steps(bench: Bench, driver: Driver, batch_sizes: tuple[int, ...]) -> Iterator[Measured]:
     costs = bench.shape.costs
     distinct = dict.fromkeys(batch_sizes, 0.0)
     if costs.num_experts:
-        distinct = count_distinct(bench.driver, batch_sizes)
+        distinct = count_distinct(driver, batch_sizes)
 
     def floor_bytes(context_tokens: float, batch_size: int) -> float:
         return costs.step_bytes(context_tokens, batch_size, distinct[batch_size])
 
-    yield from measure_decode(
-        bench.driver, bench.ceilings, bench.num_repeats, floor_bytes, batch_sizes
-    )
+    yield from measure_decode(driver, bench.ceilings, bench.num_repeats, floor_bytes, batch_sizes)
     if not costs.num_experts:
         return
     for batch_size, count in distinct.items():
@@ -187,7 +207,7 @@ def _passes(bench: Bench) -> Iterator[Measured]:
 
 PARTS: dict[str, Callable[[Bench], Iterator[Measured]]] = {
     "decode": _decode,
-    "decode_1": partial(_decode, batch_sizes=(1,)),  # a row alone, which takes seconds
+    "decode_1": _decode_one,  # a row alone, which takes seconds
     "prefill": _prefill,
     "e2e": _e2e,
     "agentic": _agentic,
