@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from compiled_engine.errors import ConfigError
+
+# Instruction sets that a C++ compiler may use by itself when it may use all there are.
+_X86_SETS = (
+    *("abm", "adx", "amx", "avx", "bmi", "f16c", "fma", "gfni", "movbe", "popcnt", "sse", "ssse"),
+    *("vaes", "vpclmul"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +120,22 @@ def _cpu_name() -> str:
         return names[0] if names else platform.machine()
     except OSError:
         return platform.processor() or platform.machine()
+
+
+def instruction_sets(cpuinfo: str | None = None) -> str:
+    """What this CPU's code may be made of: torch's name for the vectors, and a hash of all sets.
+
+    Args:
+        cpuinfo: text of /proc/cpuinfo; None reads it.
+    """
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        except OSError:
+            cpuinfo = ""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    flags = next((v.split() for n, _, v in lines if n.strip() in ("flags", "Features")), [])
+    if platform.machine() in ("x86_64", "AMD64"):
+        flags = [flag for flag in flags if flag.startswith(_X86_SETS)]
+    digest = hashlib.sha256(" ".join(sorted(flags)).encode()).hexdigest()
+    return f"{torch.backends.cpu.get_cpu_capability()} {digest[:8]}"

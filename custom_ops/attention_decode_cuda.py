@@ -38,7 +38,7 @@ from compiled_engine.custom_ops.attention_work import (
 from compiled_engine.custom_ops.cuda_build import (
     Kernel,
     arch_of,
-    inductor_cubin_dir,
+    cubin_dir,
     load_library,
 )
 
@@ -164,7 +164,7 @@ def _stages(head_dim: int, group: int, limits: tuple[int, int]) -> int:
 @functools.cache
 def load_variant(variant: Variant, arch: str) -> Kernel:
     """The kernel, ready to be launched. Not to be called for the first time while capturing."""
-    library = load_library(SOURCE, arch, inductor_cubin_dir(), variant.flags)
+    library = load_library(SOURCE, arch, cubin_dir(), variant.flags)
     return Kernel(
         library,
         KERNEL,

@@ -11,10 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import re
-import tempfile
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +19,14 @@ from typing import Any
 
 import torch
 
+from compiled_engine.cache_folders import CUBINS, build_dir
+from compiled_engine.custom_ops.build_cache import keep_built, load_built
+
 CSRC = Path(__file__).parent / "csrc"
 # Part of every cache key: raise it when launchers and kernels change how they talk to each other.
 ABI_NUMBER = 1
 FLAGS = ("--std=c++17", "-lineinfo", "--ptxas-options=-v")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
-_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class CudaBuildError(RuntimeError):
@@ -149,26 +148,14 @@ def cache_key(name: str, arch: str, flags: Iterable[str] = ()) -> str:
 
 
 def cached_cubin(name: str, arch: str, cache_dir: Path, flags: Iterable[str] = ()) -> Cubin:
-    """The cubin from `cache_dir`, compiled and put there if it is missing or damaged.
-
-    Writes are atomic: processes may share the folder.
-    """
+    """The cubin from the folder `cache_dir`, compiled and put there if it is missing or damaged."""
     flags = tuple(flags)
     path = cache_dir / f"{cache_key(name, arch, flags)}.cubin"
-    try:
-        stored = path.read_bytes()
-    except FileNotFoundError:
-        stored = None
-    if stored is not None:
-        digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-        if hashlib.sha256(code).digest() == digest:
-            return Cubin(code, "")
-        warnings.warn(f"{path} is damaged; {name} is compiled again", stacklevel=2)
+    code = load_built(path)
+    if code is not None:
+        return Cubin(code, "")
     cubin = compile_source(name, arch, flags)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cache_dir, suffix=".tmp", delete=False) as file:
-        file.write(hashlib.sha256(cubin.code).digest() + cubin.code)
-    os.replace(file.name, path)
+    keep_built(path, cubin.code)
     return cubin
 
 
@@ -244,11 +231,9 @@ def load_library(name: str, arch: str, cache_dir: Path, flags: tuple[str, ...] =
     return _check(driver.cuLibraryLoadData(code, None, None, 0, None, None, 0))
 
 
-def inductor_cubin_dir() -> Path:
-    """Where launchers keep cubins: beside the compiler's own cache, which the engine places."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "cubin"
+def cubin_dir() -> Path:
+    """Where launchers keep cubins."""
+    return build_dir() / CUBINS
 
 
 def _check(result: tuple[Any, ...]) -> Any:

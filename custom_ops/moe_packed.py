@@ -18,7 +18,7 @@ from torch import Tensor
 from compiled_engine.custom_ops.cuda_build import (
     Kernel,
     arch_of,
-    inductor_cubin_dir,
+    cubin_dir,
     load_library,
 )
 from compiled_engine.custom_ops.moe_config import PackedExpertsConfig
@@ -149,7 +149,7 @@ def arguments(operands: ExpertOperands, x: Tensor, out: Tensor, variant: Variant
 @functools.cache
 def load_variant(variant: Variant, arch: str) -> Kernel:
     """The kernel, ready to be launched. Not to be called for the first time while capturing."""
-    library = load_library(SOURCE, arch, inductor_cubin_dir(), variant.flags)
+    library = load_library(SOURCE, arch, cubin_dir(), variant.flags)
     return Kernel(
         library,
         KERNEL,

@@ -23,7 +23,7 @@ from torch import Tensor
 from compiled_engine.custom_ops.cuda_build import (
     Kernel,
     arch_of,
-    inductor_cubin_dir,
+    cubin_dir,
     load_library,
 )
 from compiled_engine.custom_ops.gemm_skinny import num_multiprocessors
@@ -357,7 +357,7 @@ def grid_of(operands: QuantOperands, config: PackedConfig, num_processors: int) 
 def load_variant(variant: Variant, arch: str) -> Kernel:
     """The kernel, ready to be launched. Not to be called for the first time while capturing."""
     assert variant.shared_bytes <= MAX_SHARED_BYTES, variant
-    library = load_library(variant.source, arch, inductor_cubin_dir(), variant.flags)
+    library = load_library(variant.source, arch, cubin_dir(), variant.flags)
     return Kernel(
         library,
         KERNEL,

@@ -18,7 +18,7 @@ from torch import Tensor
 from compiled_engine.custom_ops.cuda_build import (
     Kernel,
     arch_of,
-    inductor_cubin_dir,
+    cubin_dir,
     load_library,
 )
 from compiled_engine.custom_ops.sampling import Places, RowSettings
@@ -130,7 +130,7 @@ def is_served(logits: Tensor, vocab_size: int) -> bool:
 @functools.cache
 def load_variant(variant: Variant, arch: str) -> Kernel:
     """The kernel, ready to be launched. Not to be called for the first time while capturing."""
-    library = load_library(SOURCE, arch, inductor_cubin_dir(), variant.flags)
+    library = load_library(SOURCE, arch, cubin_dir(), variant.flags)
     if variant.config.cluster > _PORTABLE_CLUSTER:
         _allow_large_clusters(library)
     return Kernel(

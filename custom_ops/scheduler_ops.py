@@ -19,7 +19,7 @@ from compiled_engine.custom_ops import scheduler_args as args
 from compiled_engine.custom_ops.cuda_build import (
     Kernel,
     arch_of,
-    inductor_cubin_dir,
+    cubin_dir,
     load_library,
 )
 from compiled_engine.custom_ops.library import LIBRARY, NAMESPACE
@@ -30,7 +30,7 @@ BLOCK = 1024
 
 @functools.cache
 def _kernel(source: str, name: str, block: int, shared_bytes: int, device: torch.device) -> Kernel:
-    library = load_library(source, arch_of(device), inductor_cubin_dir())
+    library = load_library(source, arch_of(device), cubin_dir())
     is_dependent = torch.cuda.get_device_capability(device)[0] >= 9
     with torch.cuda.device(device):
         return Kernel(

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from compiled_engine.cache_folders import VARIABLES, place_caches
+
 MAX_COMPILES = 12
 CACHE_VARIABLE = "COMPILED_ENGINE_TEST_CACHE"
 # Read when torch is imported: threads that spin while they wait slow everything on a small machine.
@@ -48,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     kept = os.environ.get(CACHE_VARIABLE)
     folder = Path(kept) if kept else Path(tempfile.mkdtemp(prefix="compiled-engine-tests-"))
     os.environ[CACHE_VARIABLE] = str(folder)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    place_caches(folder)
     config.stash[CACHE] = folder
     config.stash[COUNT] = CompileCount()
     if not kept:
@@ -109,12 +111,12 @@ def num_cache_misses() -> int:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Adds a test's compilations, its fixtures' included, to the run's; puts the cache back."""
-    before, folder = num_cache_misses(), os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    before, places = num_cache_misses(), {name: os.environ[name] for name in VARIABLES}
     result = yield
     after = num_cache_misses()
     # A test may have cleared torch's counters.
     item.config.stash[COUNT].num_misses += after - before if after >= before else after
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ |= places
     return result
 
 

@@ -41,7 +41,16 @@ class Layer:
     lazily: tuple[str, ...] = ()
 
 
-BASE = ("errors", "config", "request", "token_batch", "logprob_data", "counters")
+BASE = (
+    "errors",
+    "config",
+    "request",
+    "token_batch",
+    "logprob_data",
+    "counters",
+    "cache_folders",
+    "trusted_files",
+)
 TEXT = ("ipc", "tokenizer", "detokenizer", "chat_template")
 # The first row that matches a module is its row.
 LAYERS: tuple[Layer, ...] = (
@@ -105,6 +114,7 @@ LAYERS: tuple[Layer, ...] = (
         7,
         (
             "settings",
+            "key_parts",
             "plain_attention",
             "quant_report",
             "engine",

@@ -124,10 +124,12 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_check(args: argparse.Namespace) -> int:
     """Prints what each candidate did; 1 if one failed."""
+    from compiled_engine.cache_folders import build_dir, place_caches
     from compiled_engine.custom_ops.kernels import make_registry
     from compiled_engine.device import pick_device
     from compiled_engine.kernels.check import FAILED, check_kernels
 
+    place_caches(build_dir())
     if args.num_seeds < 1:
         raise ConfigError(f"--num-seeds is {args.num_seeds}; allowed is at least 1")
     registry = make_registry()
@@ -166,11 +168,13 @@ def run_check(args: argparse.Namespace) -> int:
 
 def run_bench(args: argparse.Namespace) -> int:
     """Measures the ceilings, then every candidate."""
+    from compiled_engine.cache_folders import build_dir, place_caches
     from compiled_engine.custom_ops.kernels import make_registry
     from compiled_engine.device import describe_device, pick_device
     from compiled_engine.kernels.bench import Options, bench_kernels, summarize
     from compiled_engine.kernels.ceilings import measure
 
+    place_caches(build_dir())
     registry = make_registry()
     _check_only(args.only, registry)
     device = pick_device(args.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.compile.graphs import check_call
-from compiled_engine.custom_ops.cuda_build import arch_of, inductor_cubin_dir, load_library
+from compiled_engine.custom_ops.cuda_build import arch_of, cubin_dir, load_library
 
 CONTROL_FIELDS = ("num_read", "is_interrupted", "has_waiting", "max_steps", "ended_at")
 RUNNING = -1  # value of `ended_at`
@@ -106,7 +106,7 @@ class DeviceLoop:
 
     def _build(self, arch: str) -> Any:
         driver = _driver()
-        library = load_library("loop/device_loop.cu", arch, inductor_cubin_dir())
+        library = load_library("loop/device_loop.cu", arch, cubin_dir())
         context = check_call(driver.cuCtxGetCurrent())
         graph = check_call(driver.cuGraphCreate(0))
         handle = check_call(driver.cuGraphConditionalHandleCreate(graph, context, 1, 1))

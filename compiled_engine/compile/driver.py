@@ -7,13 +7,13 @@ the engine's own cache folder; a second start with the same sources finds it the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from compiled_engine.cache_folders import KERNELS, place_caches
 from compiled_engine.compile.direct import DirectPiece, PlainPiece
-from compiled_engine.compile.torch_compat import dynamo_counters, set_cache_dir, with_own_code
+from compiled_engine.compile.torch_compat import dynamo_counters, with_own_code
 from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops.kernels import make_registry
@@ -57,13 +57,13 @@ class CompileDriver:
             config.kernels,
             config_file=config.kernel_config,
             objective=config.kernel_objective,
-            tuner=KernelTuner(Path(config.cache_dir) / "kernels"),
+            tuner=KernelTuner(Path(config.cache_dir) / KERNELS),
         )
         self.options = {"triton.enable_pdl": True} if config.inductor_pdl else {}
         self.dump_folder = config.dump_graphs
         if self.dump_folder is not None:  # what comes from a cache goes through no pass
             self.options["force_disable_caches"] = True
-        set_cache_dir(os.path.join(config.cache_dir, "inductor"))
+        place_caches(config.cache_dir)
         self._passes: dict[PieceTraits, PassPipeline] = {}
         self.passes(PieceTraits())  # names an unknown pass before anything else is done
         self._start: dict[str, int] = {}

@@ -9,38 +9,35 @@ nothing of what an entry holds; imports no torch.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
-import stat
-import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from compiled_engine.cache_folders import PROGRAMS
 from compiled_engine.compile.start_key import StartKey
+from compiled_engine.trusted_files import (
+    FolderError,
+    UntrustedError,
+    make_folders,
+    opened,
+    read_file,
+    sweep,
+    write_file,
+)
 
-FOLDER = "programs"
 KEY_FILE = "key.json"
+RECORD_FILE = "start.json"
 SUFFIX = ".program"
 MAGIC = b"ceprog1\n"
-# A file that a writer left behind is swept when it is older than any write takes.
-STALE_TEMPORARY_S = 3600.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_TEMPORARY = ".tmp"
 
 logger = logging.getLogger(__name__)
-
-
-class EntryError(Exception):
-    """An entry cannot be used; the message says why."""
-
-
-class FolderError(Exception):
-    """No entry of a folder can be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,39 @@ class Miss:
 
     name: str
     reason: str
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """What a complete start used.
+
+    Attributes:
+        entries: names of its entries.
+        unkept: names of what is compiled at every start, since it could not be kept.
+        files: other files of the cache folder, relative to it.
+    """
+
+    entries: tuple[str, ...]
+    unkept: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """A document for `from_json`."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> StartRecord:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: it is no such document.
+        """
+        document = json.loads(data)
+        names = [entry.name for entry in fields(cls)]
+        if not isinstance(document, dict) or sorted(document) != sorted(names):
+            raise ValueError("no record of a start")
+        values = {name: tuple(str(value) for value in document[name]) for name in names}
+        return cls(**values)
 
 
 @dataclass
@@ -91,7 +121,8 @@ class EntryStore:
 
     def __init__(self, cache_dir: Path, key: StartKey) -> None:
         self.key = key
-        self.folder = Path(cache_dir) / FOLDER / key.digest
+        self._place = (Path(cache_dir), PROGRAMS, key.digest)
+        self.folder = Path(*self._place)
         self.counters = StoreCounters()
         self._can_write = True
         self._can_read = True
@@ -101,7 +132,7 @@ class EntryStore:
     def load(self, name: str) -> bytes | None:
         """The entry, verified by its digest; None is a miss, which is counted and logged."""
         try:
-            with _opened(self.folder) as folder:
+            with opened(*self._place) as folder:
                 data = read_entry(folder, name, self.key.digest)
                 self._note_use(folder)
         except FileNotFoundError:
@@ -111,7 +142,7 @@ class EntryStore:
             self._refuse(str(error))
             self._miss(name, str(error))
             return None
-        except (EntryError, OSError) as error:
+        except (UntrustedError, OSError) as error:
             self._bad(name, str(error))
             return None
         self.counters.num_hits += 1
@@ -124,8 +155,8 @@ class EntryStore:
         if not self._can_write:
             return
         try:
-            self._make_folder()
-            with _opened(self.folder) as folder:
+            make_folders(*self._place)
+            with opened(*self._place) as folder:
                 self._prepare(folder)
                 write_file(folder, name + SUFFIX, sealed(name, self.key.digest, data))
         except FolderError as error:
@@ -151,25 +182,32 @@ class EntryStore:
             self.counters.bytes_read -= size
         self._bad(name, reason)
 
-    def has(self, name: str) -> bool:
-        """Whether a sound entry is there; counts and logs nothing."""
-        try:
-            with _opened(self.folder) as folder:
-                read_entry(folder, name, self.key.digest)
-        except (EntryError, FolderError, OSError):
-            return False
-        return True
+    def finish(self, files: Iterable[str] = ()) -> None:
+        """Notes what this start used, once it is complete: what a later one will ask for.
 
-    def names(self) -> list[str]:
-        """Names of the entries in the folder, sound or not, sorted."""
-        return entry_names(self.folder)
+        Args:
+            files: other files in the cache folder that were used, relative to it.
+        """
+        kept = {*self.counters.hit_bytes, *self.counters.saved_bytes}
+        missed = {miss.name for miss in self.counters.misses}
+        used = StartRecord(tuple(sorted(kept)), tuple(sorted(missed - kept)), tuple(sorted(files)))
+        if not self._can_write or not kept:
+            return
+        try:
+            with opened(*self._place) as folder:
+                data = used.to_json().encode()
+                if RECORD_FILE not in os.listdir(folder) or read_file(folder, RECORD_FILE) != data:
+                    write_file(folder, RECORD_FILE, data)
+        except (UntrustedError, FolderError, OSError) as error:
+            logger.warning("%s: what this start used cannot be noted: %s", self.folder, error)
 
     def absent_reason(self) -> str:
         """Why an entry is not there: which part of the key differs from the nearest one's."""
-        if self.folder.is_dir():
-            return "not in the cache, though other pieces of this start are"
-        if self._absent_reason is None:
-            self._absent_reason = miss_reason(self.folder.parent, self.key)
+        if self._absent_reason is None:  # what is saved from then on makes no difference
+            if entry_names(self.folder):
+                self._absent_reason = "it is not in the cache, though others of this start are"
+            else:
+                self._absent_reason = miss_reason(self.folder.parent, self.key)
         return self._absent_reason
 
     def _refuse(self, reason: str) -> None:
@@ -195,19 +233,12 @@ class EntryStore:
         with suppress(OSError):
             os.utime(KEY_FILE, dir_fd=folder, follow_symlinks=False)
 
-    def _make_folder(self) -> None:
-        self.folder.parent.parent.mkdir(parents=True, exist_ok=True)
-        for path in (self.folder.parent, self.folder):
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o755)
-                path.chmod(0o755)  # whatever the umask allows: nobody else may write
-
     def _prepare(self, folder: int) -> None:
         """Once a store, before its first entry: the readable key, and no temporary files."""
         if self._is_prepared:
             return
         self._is_prepared = True
-        _sweep(folder)
+        sweep(folder)
         if KEY_FILE not in os.listdir(folder):
             write_file(folder, KEY_FILE, self.key.to_json().encode())
 
@@ -222,50 +253,17 @@ def read_entry(folder: int, name: str, key_digest: str) -> bytes:
 
     Raises:
         FileNotFoundError: there is none.
-        EntryError: it is damaged, of another key or name, or may have been written by others.
+        UntrustedError: it is damaged, of another key or name, or may have been written by others.
         OSError: it cannot be read.
     """
     stored = read_file(folder, name + SUFFIX)
     head = len(MAGIC) + _DIGEST_BYTES
     if len(stored) < head or not stored.startswith(MAGIC):
-        raise EntryError("it is damaged, or no entry of this cache")
+        raise UntrustedError("it is damaged, or no entry of this cache")
     data = stored[head:]
     if _entry_digest(name, key_digest, data) != stored[len(MAGIC) : head]:
-        raise EntryError("its digest does not fit: it is damaged, or the entry of another name")
+        raise UntrustedError("its digest does not fit: it is damaged, or the entry of another name")
     return data
-
-
-def read_file(folder: int, file_name: str) -> bytes:
-    """A file of an open folder that only its owner can have written.
-
-    Raises:
-        FileNotFoundError: there is none.
-        EntryError: it is a link, no file, or others may have written it.
-    """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    if stat.S_ISLNK(os.stat(file_name, dir_fd=folder, follow_symlinks=False).st_mode):
-        raise EntryError("it is a symbolic link")
-    with open(os.open(file_name, flags, dir_fd=folder), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise EntryError("it is no file")
-        _check_owner(found)
-        return file.read()
-
-
-def write_file(folder: int, file_name: str, data: bytes) -> None:
-    """Puts a file into an open folder, whole or not at all."""
-    temporary = f".{file_name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_TEMPORARY}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(temporary, flags, 0o644, dir_fd=folder), "wb") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(data)
-        os.replace(temporary, file_name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
 
 
 def entry_names(folder: Path) -> list[str]:
@@ -276,6 +274,27 @@ def entry_names(folder: Path) -> list[str]:
         return []
     names = (name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
     return sorted(name for name in names if _NAME.fullmatch(name))
+
+
+def read_record(cache_dir: Path, digest: str) -> StartRecord | None:
+    """What the last complete start under a key used; None if that is not known."""
+    try:
+        with opened(cache_dir, PROGRAMS, digest) as folder:
+            return StartRecord.from_json(read_file(folder, RECORD_FILE))
+    except (UntrustedError, FolderError, OSError, ValueError):
+        return None
+
+
+def entry_problem(cache_dir: Path, digest: str, name: str) -> str:
+    """Why an entry cannot be used; empty if it is sound. Counts, logs and changes nothing."""
+    try:
+        with opened(cache_dir, PROGRAMS, digest) as folder:
+            read_entry(folder, name, digest)
+    except FileNotFoundError:
+        return "it is not there"
+    except (UntrustedError, FolderError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def stored_keys(programs: Path) -> Iterator[tuple[Path, StartKey]]:
@@ -299,61 +318,6 @@ def miss_reason(programs: Path, key: StartKey) -> str:
         return "nothing is kept under this key"
     more = f" and {len(nearest) - 4} more" if len(nearest) > 4 else ""
     return f"the nearest key in the cache differs in {', '.join(nearest[:4])}{more}"
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """The descriptor of a key's folder, once nobody else can have written it.
-
-    Raises:
-        FileNotFoundError: there is none.
-        FolderError: it, or the folder above it, is a link or may have been written by others.
-    """
-    programs = _open_folder(path.parent, None)
-    try:
-        own = _open_folder(path.name, programs)
-    finally:
-        os.close(programs)
-    try:
-        yield own
-    finally:
-        os.close(own)
-
-
-def _open_folder(path: Path | str, above: int | None) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        if stat.S_ISLNK(os.stat(path, dir_fd=above, follow_symlinks=False).st_mode):
-            raise FolderError(f"{path} is a symbolic link")
-        descriptor = os.open(path, flags, dir_fd=above)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise FolderError(str(error)) from error
-    try:
-        _check_owner(os.fstat(descriptor))
-    except EntryError as error:
-        os.close(descriptor)
-        raise FolderError(f"{path}: {error}") from error
-    return descriptor
-
-
-def _check_owner(found: os.stat_result) -> None:
-    """Raises EntryError if somebody else could have put code there."""
-    if found.st_uid not in (os.geteuid(), 0):
-        raise EntryError(f"it belongs to user {found.st_uid}, not to this one nor to root")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise EntryError("others may write it, and it holds code (chmod go-w closes it)")
-
-
-def _sweep(folder: int) -> None:
-    """Removes what writers that were killed left behind."""
-    limit = time.time() - STALE_TEMPORARY_S
-    for name in os.listdir(folder):
-        if name.startswith(".") and name.endswith(_TEMPORARY):
-            with suppress(OSError):
-                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < limit:
-                    os.unlink(name, dir_fd=folder)
 
 
 def _entry_digest(name: str, key_digest: str, data: bytes) -> bytes:

@@ -119,13 +119,6 @@ def has_any_size(tensor: torch.Tensor, dim: int) -> bool:
     return dim in getattr(tensor, "_dynamo_unbacked_indices", ())
 
 
-def set_cache_dir(path: str) -> None:
-    """Puts Inductor's cache into `path`. Must run before Inductor is imported."""
-    import os
-
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = path
-
-
 def has_own_kernel(overload: Any, device_type: str) -> bool:
     """Whether an op has a kernel for "cpu" or "cuda" beside its plain-torch body."""
     key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}[device_type]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_engine.cache_folders import KERNELS, place_caches
 from compiled_engine.config import EngineConfig
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import Target
@@ -100,6 +101,7 @@ def explain_model(request: Request, note: Callable[[str], None] = lambda _: None
     config = request.config
     place = _place(request)
     note("reading the config")
+    place_caches(config.cache_dir)
     folder = resolve_model(config.model, Path(config.cache_dir), with_weights=False)
     model_config = model_config_of(config, folder)
     shape, dtype = _shape(request, model_config, place)
@@ -193,7 +195,7 @@ def _shape(
 
 def _options(request: Request, place: _Place, context: int) -> Options:
     config = request.config
-    tuner = KernelTuner(Path(config.cache_dir) / "kernels") if place.is_here else None
+    tuner = KernelTuner(Path(config.cache_dir) / KERNELS) if place.is_here else None
     registry = make_registry(
         config.kernels,
         config_file=config.kernel_config,
