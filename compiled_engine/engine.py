@@ -14,6 +14,7 @@ import torch
 
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.graphs import StepGraphs
+from compiled_engine.compile.store import EntryStore
 from compiled_engine.compile.torch_compat import has_own_kernel
 from compiled_engine.config import EngineConfig
 from compiled_engine.custom_ops import ALL_OPS
@@ -21,6 +22,7 @@ from compiled_engine.custom_ops.quant import QUANT_OPS
 from compiled_engine.device import pick_device
 from compiled_engine.grammar import GrammarService
 from compiled_engine.grammar_compiler import TokenTable
+from compiled_engine.key_parts import start_key
 from compiled_engine.kv_cache import allocate
 from compiled_engine.loop import StepLoop
 from compiled_engine.memory import MemoryNeeds, MemoryTable, measure_needs, memory_table
@@ -109,6 +111,9 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     reserved = needs.reserved if needs else 0
     settings = resolve(config, model_config, folder, device, model, reserved_bytes=reserved)
     shape = scheduler_shape(config, settings)
+    if not config.enforce_eager:
+        key = start_key(config, settings, shape, model_config, driver)
+        driver.store = EntryStore(config.cache_dir, key)
     executor = make_executor(config, model_config, model, shape, settings, driver)
     _warm_up(config, executor, progress)
     _log_quantization(model, model_config, settings, driver)

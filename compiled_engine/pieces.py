@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -213,7 +213,7 @@ class StepPieces:
         else:
             self._compile_torch_scheduler(model)
 
-        def head(residual: Tensor) -> Tensor:
+        def head(model: CausalLM, residual: Tensor) -> Tensor:
             return model.head(residual)
 
         traits = PieceTraits(is_foreign=model.is_foreign)
@@ -238,8 +238,8 @@ class StepPieces:
             apply_params(params, param_inbox)
             return plan(shape, state, inbox, budget)
 
-        def embed(
-            state: SchedulerState, step_plan: Plan, token: Tensor
+        def embed_places(
+            model: CausalLM, state: SchedulerState, step_plan: Plan, token: Tensor
         ) -> tuple[StepInputs, Tensor, Rotary]:
             inputs = layout_places(shape, state, step_plan, token)
             return inputs, *model.embed(inputs.token_ids, inputs.positions)
@@ -258,13 +258,16 @@ class StepPieces:
             outbox.stage(*compiled(state, step_plan, sampled))
 
         self.begin = self._driver.compile(begin, "begin")
-        self.embed = self._driver.compile(embed, "embed")
+        embed = self._driver.compile(embed_places, "embed")
+        self.embed = partial(embed, model)
         self.end = end
 
     def _use_cuda_scheduler(self, model: CausalLM) -> None:
         shape = self.shape
 
-        def embed_tokens(token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotary]:
+        def embed_tokens(
+            model: CausalLM, token_ids: Tensor, positions: Tensor
+        ) -> tuple[Tensor, Rotary]:
             torch._check(token_ids.shape[0] == positions.shape[0])
             return model.embed(token_ids, positions)
 
@@ -286,7 +289,7 @@ class StepPieces:
             if has_any_size(token, 0):
                 mark_any_size(inputs.token_ids, 0)
                 mark_any_size(inputs.positions, 0)
-            return inputs, *compiled(inputs.token_ids, inputs.positions)
+            return inputs, *compiled(model, inputs.token_ids, inputs.positions)
 
         def end(
             state: SchedulerState, step_plan: Plan, sampled: Sampled, outbox: RecordQueue
@@ -359,5 +362,5 @@ class StepPieces:
     def head(self, residual: Tensor) -> Tensor:
         """Logits [S, vocab] of residual [S, hidden]."""
         if self._head_few is not None and residual.shape[0] <= self.max_few:
-            return self._head_few(residual)
-        return self._head(residual)
+            return self._head_few(self._model, residual)
+        return self._head(self._model, residual)

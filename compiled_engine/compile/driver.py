@@ -13,7 +13,8 @@ from typing import Any
 
 from compiled_engine.cache_folders import KERNELS, place_caches
 from compiled_engine.compile.direct import DirectPiece, PlainPiece
-from compiled_engine.compile.torch_compat import dynamo_counters, with_own_code
+from compiled_engine.compile.piece import Piece, ProgramStore
+from compiled_engine.compile.torch_compat import dynamo_counters
 from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops.kernels import make_registry
@@ -66,6 +67,7 @@ class CompileDriver:
         place_caches(config.cache_dir)
         self._passes: dict[PieceTraits, PassPipeline] = {}
         self.passes(PieceTraits())  # names an unknown pass before anything else is done
+        self.store: ProgramStore | None = None  # set before the first piece is made
         self._start: dict[str, int] = {}
         if not self.is_eager:
             self._start = dynamo_counters()
@@ -103,15 +105,15 @@ class CompileDriver:
         The copy has a code object of its own: other pieces made from the same function do not share
         compiled versions with it.
         """
-        if self.is_eager:
-            return function
-        import torch
+        return function if self.is_eager else self._piece(function, name, traits)
 
-        return torch.compile(
-            with_own_code(function, name),
-            fullgraph=True,
-            dynamic=False,
+    def _piece(self, function: Callable[..., Any], name: str, traits: PieceTraits) -> Piece:
+        return Piece(
+            function,
+            name,
             options={"post_grad_custom_pre_pass": self.passes(traits, name), **self.options},
+            counters=self.counters,
+            store=None if self.dump_folder is not None else self.store,
         )
 
     def compile_direct(
@@ -126,13 +128,8 @@ class CompileDriver:
         """`function` compiled as one graph that is called past Dynamo; see `DirectPiece`."""
         if self.is_eager:
             return PlainPiece(function)
-        return DirectPiece(
-            function,
-            name,
-            num_static=num_static,
-            num_shared=num_shared,
-            options={"post_grad_custom_pre_pass": self.passes(traits, name), **self.options},
-        )
+        piece = self._piece(function, name, traits)
+        return DirectPiece(piece, num_static=num_static, num_shared=num_shared)
 
     def finish_warm_up(self) -> None:
         """From here on every captured graph counts as a recompile."""
@@ -146,6 +143,7 @@ class CompileDriver:
             return self.counters
         for name, total in dynamo_counters().items():
             setattr(self.counters, name, total - self._start[name])
+        self.counters.num_kernels += self.counters.num_loaded_kernels
         if self._graphs_when_warm is not None:
             self.counters.num_recompiles = self.counters.num_graphs - self._graphs_when_warm
         return self.counters
