@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -244,6 +244,14 @@ class StepPieces:
             inputs = layout_places(shape, state, step_plan, token)
             return inputs, *model.embed(inputs.token_ids, inputs.positions)
 
+        compiled_embed = self._driver.compile(embed_places, "embed")
+
+        def embed(
+            state: SchedulerState, step_plan: Plan, token: Tensor
+        ) -> tuple[StepInputs, Tensor, Rotary]:
+            inputs, residual, rotary = compiled_embed(model, state, step_plan, token)
+            return inputs, residual, rotary
+
         def packed(state: SchedulerState, step_plan: Plan, sampled: Sampled) -> Any:
             count = step_plan.emit.int()
             record = advance(shape, state, step_plan, sampled.tokens, count, sampled.is_stop)
@@ -258,8 +266,7 @@ class StepPieces:
             outbox.stage(*compiled(state, step_plan, sampled))
 
         self.begin = self._driver.compile(begin, "begin")
-        embed = self._driver.compile(embed_places, "embed")
-        self.embed = partial(embed, model)
+        self.embed = embed
         self.end = end
 
     def _use_cuda_scheduler(self, model: CausalLM) -> None:
@@ -351,13 +358,27 @@ class StepPieces:
             self._layers[key] = self._compile_layer(*key)
         return self._layers[key]
 
-    def mark_sizes(self, version: LayerVersion, tensors: tuple[Tensor, ...], work: Tensor) -> None:
-        """Tells the next compile of the version which first dims vary with the token count."""
+    def mark_sizes(
+        self,
+        version: LayerVersion,
+        tensors: tuple[Tensor, ...],
+        work: Tensor,
+        caches: tuple[LayerCache, ...],
+    ) -> None:
+        """Tells the next compile of the version which first dims vary.
+
+        Those of `tensors` vary with the token count. On a GPU a start has as many KV pages as
+        there is memory, and code must serve any number of them.
+        """
         if version.low < version.high:
             for tensor in tensors:
                 mark_dynamic(tensor, 0, low=version.low, high=version.high)
             if work.shape[0] > 0:
                 mark_dynamic(work, 0, low=2, high=2**31 - 1)
+        if self._is_gpu:
+            for cache in caches:
+                for tensor in cache:
+                    mark_dynamic(tensor, 0, low=2, high=2**31 - 1)
 
     def head(self, residual: Tensor) -> Tensor:
         """Logits [S, vocab] of residual [S, hidden]."""

@@ -330,7 +330,7 @@ class StepExecutor:
                 version, shared = last, (rotary, ctx, keep)
             if version is warmed:
                 varying = (residual, *rotary, ctx.slot_mapping, ctx.token_rows, ctx.positions)
-                self.pieces.mark_sizes(version, varying, ctx.work)
+                self.pieces.mark_sizes(version, varying, ctx.work, self.caches)
             layer = self.pieces.layer(version, key)
             (residual,) = layer(key, static, shared, residual)
         return residual, inputs

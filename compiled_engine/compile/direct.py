@@ -65,17 +65,18 @@ class DirectPiece:
         loaded = self._piece.loaded
         assert loaded is not None
         kind, outputs = loaded.outputs
-        assert kind == "tuple" and all(output[0] == "result" for output in outputs), outputs
+        assert kind == "tuple", loaded.outputs
+        assert all(output[0] == "result" for output in outputs), outputs
         self._outputs = [place for _, place in outputs]
         varying, shared, static = [], [], []
         for place, item in enumerate(loaded.inputs):
             is_size = item.kind is None
-            if is_size or item.argument in self._shared_names:
-                shared.append((place, item))
-            elif item.argument in self._varying_names:
-                varying.append((place, self._varying_names.index(item.argument)))
-            else:
+            if item.argument in self._static_names:
                 static.append((place, item))
+            elif is_size or item.argument in self._shared_names:
+                shared.append((place, item))
+            else:
+                varying.append((place, self._varying_names.index(item.argument)))
         self._varying_places = varying
         self._static_inputs: list[tuple[int, ProgramInput]] = static
         self._shared_places = [place for place, _ in shared]
@@ -100,9 +101,8 @@ class DirectPiece:
         for (place, item), value in zip(
             self._static_inputs, self._static_values(*static), strict=True
         ):
-            assert item.kind is not None
-            assert item.kind.takes(value), (
-                f"{over_parameters(item.source)}: {value.shape}, compiled for {item.kind}"
+            assert item.kind is None or item.kind.takes(value), (
+                f"{over_parameters(item.source)} is {value.shape}, compiled for {item.kind}"
             )
             bound.append((place, value))
         self._bound[key] = bound

@@ -104,7 +104,7 @@ def _spelling(file: int, digest: bytes) -> str:
     """A path of an open file that no other library is loaded by.
 
     The dynamic linker takes a path that it has seen for the library it had then, whatever is there
-    now; numbers of files come again, so the path has a detour for every bit of the content's digest.
+    now; numbers of files come again, so the path has a detour for each bit of the content's digest.
     """
     bits = int.from_bytes(digest[:8], "big")
     detours = ("../fd/" if bits >> place & 1 else "./" for place in range(64))
