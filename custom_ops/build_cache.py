@@ -7,10 +7,14 @@ that others can write, costs one warning each time something is built. Imports n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from compiled_engine.trusted_files import (
@@ -26,23 +30,63 @@ from compiled_engine.trusted_files import (
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def load_built(path: Path) -> bytes | None:
-    """The code in a file, None if it must be built; notes that it was used."""
+@dataclass
+class BuildTotals:
+    """What this process built and loaded so far.
+
+    Attributes:
+        num_hits: files that were kept.
+        num_misses: files that were built.
+        num_bytes: of code, of both.
+        seconds: spent on building.
+        paths: of all.
+    """
+
+    num_hits: int = 0
+    num_misses: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    paths: set[Path] = field(default_factory=set)
+
+
+@functools.cache
+def build_totals() -> BuildTotals:
+    """The one of this process: libraries are loaded once in it, whoever asks."""
+    return BuildTotals()
+
+
+def load_or_build(path: Path, build: Callable[[], bytes]) -> bytes:
+    """The code in a file; if it is not there or not sound, what `build` makes, which is kept."""
+    totals = build_totals()
+    code = _load(path)
+    if code is None:
+        start = time.perf_counter()
+        code = build()
+        totals.seconds += time.perf_counter() - start
+        totals.num_misses += 1
+        _keep(path, code)
+    else:
+        totals.num_hits += 1
+    totals.num_bytes += len(code)
+    totals.paths.add(path)
+    return code
+
+
+def _load(path: Path) -> bytes | None:
     try:
         with opened(path.parent.parent, path.parent.name) as folder:
             code = unsealed(read_file(folder, path.name))
-            with suppress(OSError):  # a folder that is only read
+            with suppress(OSError):  # `cache prune` goes by it
                 os.utime(path.name, dir_fd=folder)
             return code
     except FileNotFoundError:
         return None
     except (UntrustedError, FolderError, OSError) as error:
-        warnings.warn(f"{path} is not used, and built again: {error}", stacklevel=3)
+        warnings.warn(f"{path} is not used, and built again: {error}", stacklevel=4)
         return None
 
 
-def keep_built(path: Path, code: bytes) -> None:
-    """Keeps the code of a file that `load_built` did not find."""
+def _keep(path: Path, code: bytes) -> None:
     try:
         make_folders(path.parent.parent, path.parent.name)
         with opened(path.parent.parent, path.parent.name) as folder:
@@ -50,7 +94,7 @@ def keep_built(path: Path, code: bytes) -> None:
             write_file(folder, path.name, sealed(code))
     except (FolderError, OSError) as error:
         warnings.warn(
-            f"{path} cannot be kept ({error}): the next start builds it again", stacklevel=3
+            f"{path} cannot be kept ({error}): the next start builds it again", stacklevel=4
         )
 
 

@@ -49,6 +49,7 @@ BASE = (
     "logprob_data",
     "counters",
     "cache_folders",
+    "start_times",
     "trusted_files",
 )
 TEXT = ("ipc", "tokenizer", "detokenizer", "chat_template")
@@ -115,6 +116,7 @@ LAYERS: tuple[Layer, ...] = (
         (
             "settings",
             "key_parts",
+            "start_table",
             "plain_attention",
             "quant_report",
             "engine",

@@ -13,7 +13,8 @@ from typing import Any
 
 from compiled_engine.cache_folders import KERNELS, place_caches
 from compiled_engine.compile.direct import DirectPiece, PlainPiece
-from compiled_engine.compile.torch_compat import dynamo_counters, with_own_code
+from compiled_engine.compile.store import EntryStore
+from compiled_engine.compile.torch_compat import compile_seconds, dynamo_counters, with_own_code
 from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops.kernels import make_registry
@@ -22,6 +23,7 @@ from compiled_engine.passes import PassPipeline
 from compiled_engine.passes.defaults import disabled_passes
 from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pipeline import PieceTraits
+from compiled_engine.start_times import StartTimes
 
 PLAIN = PieceTraits()
 
@@ -48,6 +50,9 @@ class CompileDriver:
         device_type: str = "",
     ) -> None:
         self.counters = CompileCounters()
+        self.times = StartTimes()
+        self.store: EntryStore | None = None  # of compiled pieces, once the start's key is known
+        self._seconds_before = compile_seconds()
         self.is_eager = config.enforce_eager
         self.kept_ops = kept_ops
         self.disabled_passes = disabled_passes(
@@ -133,6 +138,11 @@ class CompileDriver:
             num_shared=num_shared,
             options={"post_grad_custom_pre_pass": self.passes(traits, name), **self.options},
         )
+
+    def compile_seconds(self) -> dict[str, float]:
+        """Seconds of the compiles since this was made, as `torch_compat.compile_seconds`."""
+        before = self._seconds_before
+        return {name: s - before.get(name, 0.0) for name, s in compile_seconds().items()}
 
     def finish_warm_up(self) -> None:
         """From here on every captured graph counts as a recompile."""
