@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from compiled_engine.build_cache import build_totals
 from compiled_engine.compile.driver import CompileDriver
-from compiled_engine.custom_ops.build_cache import build_totals
 from compiled_engine.custom_ops.tuning import KernelTuner
 from compiled_engine.start_times import OTHER, StartPhase
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from compiled_engine.build_cache import load_or_build
 from compiled_engine.cache_folders import LIBRARIES, build_dir
-from compiled_engine.custom_ops.build_cache import load_or_build
 from compiled_engine.device import instruction_sets
 
 CSRC = Path(__file__).parent / "csrc"

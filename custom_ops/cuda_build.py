@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from compiled_engine.build_cache import load_or_build
 from compiled_engine.cache_folders import CUBINS, build_dir
-from compiled_engine.custom_ops.build_cache import load_or_build
 
 CSRC = Path(__file__).parent / "csrc"
 # Part of every cache key: raise it when launchers and kernels change how they talk to each other.

@@ -72,6 +72,18 @@ def load_or_build(path: Path, build: Callable[[], bytes]) -> bytes:
     return code
 
 
+def file_problem(path: Path) -> str:
+    """Why a kept file cannot be used; empty if it is sound."""
+    try:
+        with opened(path.parent.parent, path.parent.name) as folder:
+            unsealed(read_file(folder, path.name))
+    except FileNotFoundError:
+        return "it is not there"
+    except (UntrustedError, FolderError, OSError) as error:
+        return str(error)
+    return ""
+
+
 def _load(path: Path) -> bytes | None:
     try:
         with opened(path.parent.parent, path.parent.name) as folder:
