@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from compiled_engine import __version__
 from compiled_engine.commands import (
     bench,
+    cache,
     explain,
     generate,
     info,
@@ -30,7 +31,8 @@ EXIT_INTERRUPTED = 130
 _EPILOG = """\
 exit codes:
   0    done; for serve: stopped by SIGTERM or Ctrl-C after the running answers had ended
-  1    the work failed (generate, bench), a kernel differs from its reference (kernels check)
+  1    the work failed (generate, bench), a kernel differs from its reference (kernels check), an
+       entry is bad (cache verify), a start would compile (warmup --check)
   2    a flag, model folder, port or environment cannot work; one line says what to change
   3    serve: the engine process died
   128+N  ended at once by a second signal N
@@ -64,6 +66,7 @@ def build_parser() -> tuple[FlagParser, dict[str, FlagParser]]:
         parsers[name] = made
     parsers |= bench.add_parsers(subparsers)
     parsers |= kernels.add_parsers(subparsers)
+    parsers |= cache.add_parsers(subparsers)
     return parser, parsers
 
 
@@ -71,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     parser, parsers = build_parser()
     args, unknown = parser.parse_known_args(argv)
-    kind = {"bench": "bench", "kernels": "kernels_kind"}.get(args.command)
+    kinds = {"bench": "bench", "kernels": "kernels_kind", "cache": "cache_kind"}
+    kind = kinds.get(args.command)
     name = args.command if kind is None else f"{args.command} {getattr(args, kind)}"
     parsers[name].refuse_unknown(unknown)
     try:

@@ -22,7 +22,7 @@ from compiled_engine.custom_ops.quant import QUANT_OPS
 from compiled_engine.device import pick_device
 from compiled_engine.grammar import GrammarService
 from compiled_engine.grammar_compiler import TokenTable
-from compiled_engine.key_parts import start_key
+from compiled_engine.key_parts import keeps_pieces, start_key
 from compiled_engine.kv_cache import allocate
 from compiled_engine.loop import StepLoop
 from compiled_engine.memory import MemoryNeeds, MemoryTable, measure_needs, memory_table
@@ -47,6 +47,8 @@ from compiled_engine.settings import (
     scheduler_shape,
     weight_bytes,
 )
+from compiled_engine.start_table import StartMeter, used_files
+from compiled_engine.start_times import StartPhase
 from compiled_engine.step import StepExecutor
 from compiled_engine.step_times import StepTimes
 from compiled_engine.tokenizer import Tokenizer, has_tokenizer
@@ -80,12 +82,14 @@ class Engine:
         driver: CompileDriver,
         loop: StepLoop,
         memory: MemoryTable | None,
+        start: list[StartPhase],
     ) -> None:
         self.settings = settings
         self.driver = driver
         self.loop = loop
         self.limits = loop.limits
         self.memory = memory
+        self.start = start
 
 
 def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
@@ -98,24 +102,28 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
     check_options(config, device)
+    meter = StartMeter()
     driver = CompileDriver(config, kept_ops=kept_ops(device), device_type=device.type)
-    folder = find_model(config, progress)
-    model_config = model_config_of(config, folder)
-    model = _load_model(config, model_config, folder, device, progress)
+    with driver.times.measure("load"):
+        folder = find_model(config, progress)
+        model_config = model_config_of(config, folder)
+        model = _load_model(config, model_config, folder, device, progress)
     model_config = model.config
     needs = None
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization, device)
         progress("compiling", "memory probe", 0, 1)
-        needs = _probe_memory(config, model_config, folder, device, model)
+        with driver.times.measure("memory probe"):
+            needs = _probe_memory(config, model_config, folder, device, model)
     reserved = needs.reserved if needs else 0
     settings = resolve(config, model_config, folder, device, model, reserved_bytes=reserved)
     shape = scheduler_shape(config, settings)
-    if not config.enforce_eager:
+    if keeps_pieces(config):
         key = start_key(config, settings, shape, model_config, driver)
         driver.store = EntryStore(config.cache_dir, key)
     executor = make_executor(config, model_config, model, shape, settings, driver)
-    _warm_up(config, executor, progress)
+    with driver.times.measure("first steps"):
+        _warm_up(config, executor, progress)
     _log_quantization(model, model_config, settings, driver)
     limits = ModelLimits(
         max_model_len=settings.max_model_len,
@@ -141,7 +149,9 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
             kv=cache_geometry(config, model_config, settings.dtype).page_bytes * shape.num_pages,
             needs=needs,
         )
-    return Engine(settings, driver, loop, memory)
+    if driver.store is not None:
+        driver.store.finish(used_files(driver, config.cache_dir))
+    return Engine(settings, driver, loop, memory, meter.phases(driver))
 
 
 def _log_quantization(

@@ -38,6 +38,7 @@ from compiled_engine.models.source import resolve_model
 from compiled_engine.profiler import StepProfiler
 from compiled_engine.request import FinishReason, Request, TokenEvent, validate_request
 from compiled_engine.settings import BuildProgress, find_model
+from compiled_engine.start_times import StartPhase, process_age_s
 
 EXIT_STOPPED, EXIT_CONFIG, EXIT_FAILED, EXIT_ORPHANED = 0, 2, 4, 5
 IDLE_WAIT_MS = 100
@@ -132,7 +133,7 @@ class EngineServer:
         if self.engine.memory is not None:
             status.memory = dict(self.engine.memory.rows())
         self._update_status()
-        self.channel.send(EngineFrame())
+        self.channel.send(EngineFrame(start=self.engine.start))
         while not self._is_stopping:
             self._turn()
         if self._profiler.is_running:
@@ -326,7 +327,10 @@ def serve(endpoint: str, config: EngineConfig, parent_pid: int) -> int:
         fault = fault_of(os.environ.get(VARIABLE))
         channel.status.device_note = device_note(config.device)
         config = _find_folders(config, channel.status, report)
-        EngineServer(build_engine(config, report), channel, fault).run()
+        imports = StartPhase(name="imports", seconds=process_age_s())
+        engine = build_engine(config, report)
+        engine.start.insert(0, imports)
+        EngineServer(engine, channel, fault).run()
     except ConfigError as error:
         channel.send(EngineFrame(fatal=error.message))
         return EXIT_CONFIG

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from compiled_engine.request import ModelLimits, Request, TokenEvent
+from compiled_engine.start_times import StartPhase
 from compiled_engine.token_batch import TokenBatch
 
 Phase = Literal["loading", "compiling", "ready", "draining"]
@@ -100,7 +101,7 @@ class EngineFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
     `tokens` are those of a step; `events` are those of requests that were refused, and of several
     steps at once. `queue_s` has, for requests that got a row, the seconds they waited for it;
     `grammar_s`, for requests under masks that got a row or ended, those that compiling and making
-    the masks took so far.
+    the masks took so far. `start` says where the time of the start went, once.
     """
 
     tokens: TokenBatch | None = None
@@ -110,6 +111,7 @@ class EngineFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
     control_results: list[ControlResult] = []
     status: EngineStatus | None = None
     fatal: str | None = None
+    start: list[StartPhase] = []
 
 
 def new_endpoint() -> str:

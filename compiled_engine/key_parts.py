@@ -67,6 +67,11 @@ _NOT_COMPILED = frozenset({"eos_token_ids", "bos_token_id", "folder", "trust_rem
 _NOT_COMPILED_JSON = frozenset({"_name_or_path", "transformers_version", "eos_token_id"})
 
 
+def keeps_pieces(config: EngineConfig) -> bool:
+    """Whether an engine's compiled pieces are kept for later starts."""
+    return not config.enforce_eager and config.dump_graphs is None
+
+
 def start_key(
     config: EngineConfig,
     settings: Settings,

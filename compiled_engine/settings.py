@@ -188,6 +188,11 @@ def preview_settings(config: EngineConfig) -> Settings:
     Raises:
         ConfigError: as `build_engine`.
     """
+    return preview(config)[0]
+
+
+def preview(config: EngineConfig) -> tuple[Settings, ModelConfig]:
+    """As `preview_settings`, with the config that the model would be built from."""
     device = pick_device(config.device)
     folder = resolve_model(config.model, config.cache_dir, with_weights=False)
     model_config = model_config_of(config, folder)
@@ -197,7 +202,8 @@ def preview_settings(config: EngineConfig) -> Settings:
     model_config = model.config
     # On a CPU the pool's share does not depend on the weights.
     reserved_bytes = weight_bytes(model) if device.type == "cuda" else 0
-    return resolve(config, model_config, folder, device, model, reserved_bytes=reserved_bytes)
+    settings = resolve(config, model_config, folder, device, model, reserved_bytes=reserved_bytes)
+    return settings, model_config
 
 
 def weight_bytes(model: CausalLM) -> int:

@@ -449,7 +449,8 @@ class StepExecutor:
         self._graphs = graphs
         for count, key in enumerate(keys, start=done + 1):
             on_piece(f"graph of {key.num_tokens} tokens", count, total)
-            self._capture(key)
+            with self.driver.times.measure("capture"):
+                self._capture(key)
         self.outbox.discard()
         on_piece("done", total, total)
 

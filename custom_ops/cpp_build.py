@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from compiled_engine.build_cache import load_or_build
 from compiled_engine.cache_folders import LIBRARIES, build_dir
-from compiled_engine.custom_ops.build_cache import keep_built, load_built
 from compiled_engine.device import instruction_sets
 
 CSRC = Path(__file__).parent / "csrc"
@@ -33,16 +33,16 @@ def load_cpp_library(file_name: str) -> ctypes.CDLL:
     # One translation unit: the key then covers the shared header too.
     source = (CSRC / "vector.h").read_text() + (CSRC / file_name).read_text()
     path = build_dir() / LIBRARIES / f"{library_key(source)}.so"
-    if load_built(path) is not None:
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:  # built where the system's libraries are newer
-            path.unlink(missing_ok=True)
-    from torch._inductor.codecache import CppCodeCache
+    built: list[ctypes.CDLL] = []
 
-    library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=FLAGS)
-    keep_built(path, Path(library._name).read_bytes())
-    return library
+    def build() -> bytes:
+        from torch._inductor.codecache import CppCodeCache
+
+        built.append(CppCodeCache.load(source, extra_flags=FLAGS))
+        return Path(built[0]._name).read_bytes()
+
+    load_or_build(path, build)
+    return built[0] if built else ctypes.CDLL(str(path))
 
 
 def library_key(source: str) -> str:

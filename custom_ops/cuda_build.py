@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from compiled_engine.build_cache import load_or_build
 from compiled_engine.cache_folders import CUBINS, build_dir
-from compiled_engine.custom_ops.build_cache import keep_built, load_built
 
 CSRC = Path(__file__).parent / "csrc"
 # Part of every cache key: raise it when launchers and kernels change how they talk to each other.
@@ -151,12 +151,14 @@ def cached_cubin(name: str, arch: str, cache_dir: Path, flags: Iterable[str] = (
     """The cubin from the folder `cache_dir`, compiled and put there if it is missing or damaged."""
     flags = tuple(flags)
     path = cache_dir / f"{cache_key(name, arch, flags)}.cubin"
-    code = load_built(path)
-    if code is not None:
-        return Cubin(code, "")
-    cubin = compile_source(name, arch, flags)
-    keep_built(path, cubin.code)
-    return cubin
+    logs: list[str] = []
+
+    def build() -> bytes:
+        cubin = compile_source(name, arch, flags)
+        logs.append(cubin.log)
+        return cubin.code
+
+    return Cubin(load_or_build(path, build), "".join(logs))
 
 
 class Kernel:

@@ -16,6 +16,7 @@ import logging
 import os
 import platform
 import statistics
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,12 +54,20 @@ class KernelTuner:
 
     Args:
         folder: where the files lie; made when the first one is written.
+
+    Attributes:
+        num_known: questions that the file answered.
+        num_measured: those that took a measurement.
+        seconds: that these took.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._entries: dict[str, Measured] = {}
         self._generation = ""
+        self.num_known = 0
+        self.num_measured = 0
+        self.seconds = 0.0
 
     @property
     def generation(self) -> str:
@@ -86,8 +95,11 @@ class KernelTuner:
             device = torch.device(query.target.device_type)
             if device.type == "cuda":
                 device = torch.device("cuda", torch.cuda.current_device())
+            start = time.perf_counter()
             with real_tensors():
                 seconds = measure_candidates(family, fitting, arguments, device)
+            self.num_measured += 1
+            self.seconds += time.perf_counter() - start
             if not seconds:
                 return None
             ranked = sorted(
@@ -96,6 +108,8 @@ class KernelTuner:
                 reverse=True,
             )
             self._store(key, Measured(fastest([c.name for c in ranked], seconds), seconds))
+        else:
+            self.num_known += 1
         return self._entries[key]
 
     def _load(self) -> None:

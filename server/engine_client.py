@@ -31,6 +31,7 @@ from compiled_engine.ipc import (
 )
 from compiled_engine.request import ModelLimits, Request, TokenEvent
 from compiled_engine.server.mailbox import Mailbox
+from compiled_engine.start_times import StartPhase
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ class IpcEngineClient:
         self._process = process
         self._timeout_s = timeout_s
         self._status = EngineStatus()
+        self.start_phases: list[StartPhase] = []  # of the engine's last start, once it is ready
         self._limits: ModelLimits | None = None
         self._death: str | None = None
         self._hang: str | None = None
@@ -389,6 +391,8 @@ class IpcEngineClient:
             self._status = frame.status
             if frame.status.limits is not None:
                 self._limits = frame.status.limits
+        if frame.start:
+            self.start_phases = frame.start
         for request_id, queue_s in frame.queue_s.items():
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:

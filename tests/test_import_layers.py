@@ -48,7 +48,9 @@ BASE = (
     "token_batch",
     "logprob_data",
     "counters",
+    "build_cache",
     "cache_folders",
+    "start_times",
     "trusted_files",
 )
 TEXT = ("ipc", "tokenizer", "detokenizer", "chat_template")
@@ -115,6 +117,8 @@ LAYERS: tuple[Layer, ...] = (
         (
             "settings",
             "key_parts",
+            "start_table",
+            "start_check",
             "plain_attention",
             "quant_report",
             "engine",

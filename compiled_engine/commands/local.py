@@ -18,7 +18,11 @@ OnReport = Callable[[str, str, int, int], None]
 
 
 def open_engine(
-    config: EngineConfig, *, is_quiet: bool = False, on_report: OnReport | None = None
+    config: EngineConfig,
+    *,
+    is_quiet: bool = False,
+    on_report: OnReport | None = None,
+    progress_class: type[PhaseProgress] = PhaseProgress,
 ) -> Engine:
     """Builds an engine with progress on standard error.
 
@@ -26,6 +30,7 @@ def open_engine(
         config: of the engine.
         is_quiet: leave the table of settings out.
         on_report: also called with each progress report.
+        progress_class: how progress is shown.
     """
     from compiled_engine.device import device_note
     from compiled_engine.engine import build_engine
@@ -36,7 +41,7 @@ def open_engine(
     note = device_note(config.device)
     if note:
         console.print(note)
-    with PhaseProgress(console) as progress:
+    with progress_class(console) as progress:
 
         def report(phase: str, label: str, done: int, total: int) -> None:
             progress.update(phase, label, done, total)

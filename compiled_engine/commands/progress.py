@@ -93,3 +93,40 @@ class PhaseProgress:
                 self._task = None
             self.console.print(f"{self._phase}: done in {seconds:.1f} s")
         self._phase = ""
+
+
+class PieceProgress(PhaseProgress):
+    """Shows each compiled piece: a bar of its own on a terminal, a line with its seconds elsewhere.
+
+    Captured graphs, of which there are dozens, share one.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._piece = ""
+        self._piece_since = 0.0
+        self._piece_task: TaskID | None = None
+
+    def update(self, phase: str, label: str, done: int, total: int) -> None:
+        """Takes one report; a new label ends the piece before."""
+        super().update(phase, label, done, total)
+        piece = "graphs" if label.startswith("graph of ") else label
+        if phase != "compiling" or done == total:
+            piece = ""
+        if piece == self._piece:
+            return
+        self._end_piece()
+        self._piece, self._piece_since = piece, time.perf_counter()
+        if piece and self.is_live:
+            self._piece_task = self._bars.add_task(piece, phase="", total=None)
+
+    def _end_piece(self) -> None:
+        seconds = time.perf_counter() - self._piece_since
+        if self._piece_task is not None:
+            self._bars.update(
+                self._piece_task, total=1, completed=1, description=f"{self._piece}, done"
+            )
+            self._bars.stop_task(self._piece_task)
+            self._piece_task = None
+        elif self._piece:
+            self.console.print(f"  {self._piece}: {seconds:.1f} s")

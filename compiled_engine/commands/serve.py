@@ -154,9 +154,10 @@ class _Session:
 
     def _announce(self, client: ServedEngine) -> None:
         assert client.limits is not None
-        from compiled_engine.commands.settings_table import print_memory
+        from compiled_engine.commands.settings_table import print_memory, print_start
 
         print_memory(self.console, client.status.memory)
+        print_start(self.console, client.start_phases)
         seconds = time.perf_counter() - self.started_at
         self.console.print(
             f"ready after {seconds:.1f} s: {self._url}  model {self.model_name}  "

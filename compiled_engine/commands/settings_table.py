@@ -1,7 +1,8 @@
-"""The tables of effective settings and of GPU memory, on standard error."""
+"""The tables of effective settings, of GPU memory and of a start, on standard error."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from compiled_engine.commands.flags import changed_fields, flags_of
 from compiled_engine.config import EngineConfig, ServerConfig
+from compiled_engine.start_times import StartPhase
 
 _SECRET_FIELDS = frozenset({"api_key"})
 
@@ -38,6 +40,25 @@ def print_memory(console: Console, memory: dict[str, int]) -> None:
     table.add_column("GiB", justify="right")
     for name, size in memory.items():
         table.add_row(name, f"{size / 2**30:.2f}")
+    console.print(table)
+
+
+def print_start(console: Console, phases: Iterable[StartPhase]) -> None:
+    """Where the time of a start went, and what its caches had."""
+    table = Table(title="start", title_justify="left", pad_edge=False, box=None)
+    table.add_column("phase", no_wrap=True)
+    for name in ("seconds", "cache", "hits", "misses", "MiB"):
+        table.add_column(name, justify="right")
+    for phase in phases:
+        has_cache = phase.cache != "-"
+        table.add_row(
+            phase.name,
+            f"{phase.seconds:.2f}",
+            phase.cache,
+            str(phase.num_hits) if has_cache else "",
+            str(phase.num_misses) if has_cache else "",
+            f"{phase.num_bytes / 2**20:.1f}" if phase.num_bytes else "",
+        )
     console.print(table)
 
 

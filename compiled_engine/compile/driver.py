@@ -13,8 +13,9 @@ from typing import Any
 
 from compiled_engine.cache_folders import KERNELS, place_caches
 from compiled_engine.compile.direct import DirectPiece, PlainPiece
-from compiled_engine.compile.piece import Piece, ProgramStore
-from compiled_engine.compile.torch_compat import dynamo_counters
+from compiled_engine.compile.piece import Piece
+from compiled_engine.compile.store import EntryStore
+from compiled_engine.compile.torch_compat import compile_seconds, dynamo_counters
 from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops.kernels import make_registry
@@ -23,6 +24,7 @@ from compiled_engine.passes import PassPipeline
 from compiled_engine.passes.defaults import disabled_passes
 from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pipeline import PieceTraits
+from compiled_engine.start_times import StartTimes
 
 PLAIN = PieceTraits()
 
@@ -49,6 +51,9 @@ class CompileDriver:
         device_type: str = "",
     ) -> None:
         self.counters = CompileCounters()
+        self.times = StartTimes()
+        self.store: EntryStore | None = None  # of compiled pieces, once the start's key is known
+        self._seconds_before = compile_seconds()
         self.is_eager = config.enforce_eager
         self.kept_ops = kept_ops
         self.disabled_passes = disabled_passes(
@@ -67,7 +72,6 @@ class CompileDriver:
         place_caches(config.cache_dir)
         self._passes: dict[PieceTraits, PassPipeline] = {}
         self.passes(PieceTraits())  # names an unknown pass before anything else is done
-        self.store: ProgramStore | None = None  # set before the first piece is made
         self._start: dict[str, int] = {}
         if not self.is_eager:
             self._start = dynamo_counters()
@@ -113,7 +117,7 @@ class CompileDriver:
             name,
             options={"post_grad_custom_pre_pass": self.passes(traits, name), **self.options},
             counters=self.counters,
-            store=None if self.dump_folder is not None else self.store,
+            store=self.store,
         )
 
     def compile_direct(
@@ -130,6 +134,11 @@ class CompileDriver:
             return PlainPiece(function)
         piece = self._piece(function, name, traits)
         return DirectPiece(piece, num_static=num_static, num_shared=num_shared)
+
+    def compile_seconds(self) -> dict[str, float]:
+        """Seconds of the compiles since this was made, as `torch_compat.compile_seconds`."""
+        before = self._seconds_before
+        return {name: s - before.get(name, 0.0) for name, s in compile_seconds().items()}
 
     def finish_warm_up(self) -> None:
         """From here on every captured graph counts as a recompile."""

@@ -65,14 +65,17 @@ _HARMLESS_VARIABLES = frozenset(
 def fixed_parts(device: torch.device) -> dict[str, str]:
     """Everything that neither the model nor a flag decides."""
     return {
-        "engine.version": __version__,
-        **source_parts(),
-        **version_parts(("triton",)),
+        **portable_parts(),
         **environment_parts(os.environ),
         **device_parts(device),
         "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
         "torch.deterministic": str(torch.are_deterministic_algorithms_enabled()),
     }
+
+
+def portable_parts() -> dict[str, str]:
+    """Which installation made a key: its version, sources, and the versions of its compilers."""
+    return {"engine.version": __version__, **source_parts(), **version_parts(("triton",))}
 
 
 def source_parts() -> dict[str, str]:

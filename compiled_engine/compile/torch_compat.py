@@ -36,6 +36,30 @@ def dynamo_counters() -> dict[str, int]:
     }
 
 
+def compile_seconds() -> dict[str, float]:
+    """Seconds of this process's compiles so far: "trace", "inductor" with our passes, "compilers".
+
+    "compilers" is the wait for the C++ compiler or for Triton. Empty where nothing was compiled.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return {}
+    totals = {  # names seen in 2.11 to 2.14
+        name: sum(utils.compilation_time_metrics.get(name, ()))
+        for name in (
+            "_compile.compile_inner",
+            "OutputGraph.call_user_compiler",
+            "async_compile.wait",
+        )
+    }
+    whole, backend, wait = totals.values()
+    return {
+        "trace": max(0.0, whole - backend),
+        "inductor": max(0.0, backend - wait),
+        "compilers": wait,
+    }
+
+
 def raw_stream(device_index: int) -> int:
     """Address of the current stream of a GPU; `torch.cuda.current_stream` makes objects for it."""
     return int(torch._C._cuda_getCurrentRawStream(device_index))  # 2.11 to 2.14
