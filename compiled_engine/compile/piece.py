@@ -175,7 +175,7 @@ class Piece:
             loaded = LoadedProgram(Program.from_bytes(data), self.parameters)
         except (recording.NotRecordable, ProgramError) as error:
             self._counters.num_unrecorded += 1
-            logger.warning("%s is compiled again at every start: %s", self.name, error)
+            logger.warning("%s is compiled again at every start: %s", self.name, str(error))
             sources = [item.source for item in inputs]
             made = capture.compiled
             return Captured(

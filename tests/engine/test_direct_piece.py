@@ -7,7 +7,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +19,7 @@ from compiled_engine.compile.piece import Captured, Piece
 from compiled_engine.compile.program import Kind, LoadedProgram, Program, ProgramError
 from compiled_engine.compile.torch_compat import Compiled, mark_any_size
 from compiled_engine.counters import CompileCounters
-
-
-class Pair(NamedTuple):
-    """Two tensors, one of which may be an argument."""
-
-    first: Tensor
-    second: Tensor
+from compiled_engine.custom_ops import LayerCache
 
 
 class Memory:
@@ -66,9 +60,9 @@ def layer(weight: Tensor, cache: Tensor, scale: Tensor, x: Tensor) -> tuple[Tens
     return (x @ weight * scale + cache,)
 
 
-def summed(pair: Pair, x: Tensor) -> tuple[Pair, None]:
-    pair.first.add_(x.sum())
-    return Pair(pair.second, torch.tanh(x) * 2), None
+def summed(pair: LayerCache, x: Tensor) -> tuple[LayerCache, None]:
+    pair.k_cache.add_(x.sum())
+    return LayerCache(pair.v_cache, torch.tanh(x) * 2), None
 
 
 def made(function: Any, store: Memory | None, name: str = "piece") -> Piece:
@@ -148,12 +142,12 @@ def test_a_stored_program_is_called_without_compiling():
     store = Memory()
     store.save("piece", program().to_bytes())
     piece = made(summed, store)
-    pair, x = Pair(torch.zeros(()), torch.ones(2)), torch.randn(5)
+    pair, x = LayerCache(torch.zeros(()), torch.ones(2)), torch.randn(5)
     for count in (1, 2):
         (second, new), nothing = piece(pair, x)
-        assert second is pair.second
+        assert second is pair.v_cache
         assert nothing is None
-        assert torch.allclose(pair.first, x.sum() * count)
+        assert torch.allclose(pair.k_cache, x.sum() * count)
         assert torch.equal(new, torch.tanh(x) * 5)
     counters = piece._counters
     assert (counters.num_loaded, counters.num_matches, counters.num_expansions) == (
@@ -178,9 +172,9 @@ def test_an_entry_that_cannot_run_is_dropped_and_compiled(
     monkeypatch.setattr(piece_module, "inductor_backend", interpreted)
     store = Memory()
     store.save("piece", program(**changes).to_bytes())
-    pair, x = Pair(torch.zeros(()), torch.ones(2)), torch.randn(5)
+    pair, x = LayerCache(torch.zeros(()), torch.ones(2)), torch.randn(5)
     (second, new), _ = made(summed, store)(pair, x)
-    assert second is pair.second
+    assert second is pair.v_cache
     assert torch.allclose(new, torch.tanh(x) * 2)
     assert reason in store.dropped["piece"]
 
@@ -210,13 +204,13 @@ import sys
 from pathlib import Path
 import torch
 sys.path.insert(0, {tests!r})
-from engine.test_direct_piece import Memory, Pair, made, summed
+from engine.test_direct_piece import Memory, LayerCache, made, summed
 store = Memory()
 store.entries = {{"piece": Path({path!r}).read_bytes()}}
 piece = made(summed, store)
-pair, x = Pair(torch.zeros(()), torch.ones(2)), torch.arange(7.0)
+pair, x = LayerCache(torch.zeros(()), torch.ones(2)), torch.arange(7.0)
 (second, new), _ = piece(pair, x)
-assert second is pair.second and torch.allclose(new, torch.tanh(x) * 2)
+assert second is pair.v_cache and torch.allclose(new, torch.tanh(x) * 2)
 assert piece._counters.num_loaded == 1
 used = [name for name in ("torch._inductor", "sympy") if name in sys.modules]
 assert not used, used
@@ -227,12 +221,12 @@ assert not used, used
 def test_what_inductor_made_runs_in_another_process_without_it(tmp_path: Path):
     store = Memory()
     piece = made(summed, store)
-    pair, x = Pair(torch.zeros(()), torch.ones(2)), torch.randn(5)
+    pair, x = LayerCache(torch.zeros(()), torch.ones(2)), torch.randn(5)
     mark_any_size(x, 0)
     piece(pair, x)
     assert isinstance(piece.loaded, LoadedProgram)
     (second, new), _ = piece(pair, torch.ones(9))
-    assert second is pair.second
+    assert second is pair.v_cache
     assert torch.allclose(new, torch.tanh(torch.ones(9)) * 2)
     path = tmp_path / "entry"
     path.write_bytes(store.entries["piece"])
