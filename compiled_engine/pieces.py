@@ -28,7 +28,7 @@ from compiled_engine.layout import StepInputs, layout_places
 from compiled_engine.models import CausalLM
 from compiled_engine.models.layers import DecoderLayer, Rotary
 from compiled_engine.outbox import Outbox, RecordQueue, RingOutbox, pack
-from compiled_engine.passes.pipeline import PieceTraits
+from compiled_engine.passes.names import PieceTraits
 from compiled_engine.sampler import ParamInbox, RowParams, Sampled, Variant, apply_params, sample
 from compiled_engine.scheduler.advance import advance
 from compiled_engine.scheduler.cuda import schedule_plan

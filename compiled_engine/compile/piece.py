@@ -70,7 +70,7 @@ class Piece:
     Args:
         function: mutates at most what its arguments hold; returns tensors in tuples.
         name: of the piece; of its entry in the store.
-        options: Inductor's, the passes among them.
+        options: gives Inductor's, the passes among them, when something is compiled.
         counters: count what happens.
         store: what earlier starts compiled; None keeps nothing.
 
@@ -83,7 +83,7 @@ class Piece:
         function: Callable[..., Any],
         name: str,
         *,
-        options: dict[str, Any],
+        options: Callable[[], dict[str, Any]],
         counters: CompileCounters,
         store: ProgramStore | None,
     ) -> None:
@@ -133,7 +133,7 @@ class Piece:
             with_own_code(self._function, self.name),
             fullgraph=True,
             dynamic=False,
-            backend=inductor_backend(self._options, capture.keep),
+            backend=inductor_backend(self._options(), capture.keep),
         )
         try:
             returned = traced(*arguments)

@@ -66,7 +66,7 @@ def summed(pair: LayerCache, x: Tensor) -> tuple[LayerCache, None]:
 
 
 def made(function: Any, store: Memory | None, name: str = "piece") -> Piece:
-    return Piece(function, name, options={}, counters=CompileCounters(), store=store)
+    return Piece(function, name, options=dict, counters=CompileCounters(), store=store)
 
 
 def test_a_piece_that_is_gone_keeps_no_weights(monkeypatch: pytest.MonkeyPatch):
