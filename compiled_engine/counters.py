@@ -21,9 +21,12 @@ class CompileCounters:
         num_recompiles: graphs captured for a function beyond its first, after warm-up.
         num_inductor_compiles: graphs Inductor generated code for (cache misses).
         num_cache_hits: graphs Inductor took from its cache.
-        num_kernels: kernels in the generated code.
+        num_loaded: pieces that an earlier start had compiled; they meet none of the above.
+        num_unrecorded: pieces that were compiled and could not be kept for a later start.
+        num_kernels: kernels in the generated code, loaded pieces included.
         num_matches: matches by pass name.
         num_expansions: semantic ops that no pass took.
+        num_loaded_kernels: those of loaded pieces.
         pass_seconds: time by pass name.
     """
 
@@ -32,8 +35,11 @@ class CompileCounters:
     num_recompiles: int = 0
     num_inductor_compiles: int = 0
     num_cache_hits: int = 0
+    num_loaded: int = 0
+    num_unrecorded: int = 0
     num_kernels: int = 0
     num_expansions: int = 0
+    num_loaded_kernels: int = 0
     num_matches: dict[str, int] = field(default_factory=dict)
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -44,6 +50,13 @@ class CompileCounters:
             self.num_expansions += matches
         else:
             self.num_matches[name] = self.num_matches.get(name, 0) + matches
+
+    def count_loaded(self, num_kernels: int, num_matches: dict[str, int]) -> None:
+        """Adds a piece that was compiled before; matches count as when it was."""
+        self.num_loaded += 1
+        self.num_loaded_kernels += num_kernels
+        for name, count in num_matches.items():
+            self.num_matches[name] = self.num_matches.get(name, 0) + count
 
     @contextmanager
     def expect(self, **changes: int) -> Iterator[None]:

@@ -28,7 +28,7 @@ from compiled_engine.layout import StepInputs, layout_places
 from compiled_engine.models import CausalLM
 from compiled_engine.models.layers import DecoderLayer, Rotary
 from compiled_engine.outbox import Outbox, RecordQueue, RingOutbox, pack
-from compiled_engine.passes.pipeline import PieceTraits
+from compiled_engine.passes.names import PieceTraits
 from compiled_engine.sampler import ParamInbox, RowParams, Sampled, Variant, apply_params, sample
 from compiled_engine.scheduler.advance import advance
 from compiled_engine.scheduler.cuda import schedule_plan
@@ -213,7 +213,7 @@ class StepPieces:
         else:
             self._compile_torch_scheduler(model)
 
-        def head(residual: Tensor) -> Tensor:
+        def head(model: CausalLM, residual: Tensor) -> Tensor:
             return model.head(residual)
 
         traits = PieceTraits(is_foreign=model.is_foreign)
@@ -238,11 +238,19 @@ class StepPieces:
             apply_params(params, param_inbox)
             return plan(shape, state, inbox, budget)
 
-        def embed(
-            state: SchedulerState, step_plan: Plan, token: Tensor
+        def embed_places(
+            model: CausalLM, state: SchedulerState, step_plan: Plan, token: Tensor
         ) -> tuple[StepInputs, Tensor, Rotary]:
             inputs = layout_places(shape, state, step_plan, token)
             return inputs, *model.embed(inputs.token_ids, inputs.positions)
+
+        compiled_embed = self._driver.compile(embed_places, "embed")
+
+        def embed(
+            state: SchedulerState, step_plan: Plan, token: Tensor
+        ) -> tuple[StepInputs, Tensor, Rotary]:
+            inputs, residual, rotary = compiled_embed(model, state, step_plan, token)
+            return inputs, residual, rotary
 
         def packed(state: SchedulerState, step_plan: Plan, sampled: Sampled) -> Any:
             count = step_plan.emit.int()
@@ -258,13 +266,15 @@ class StepPieces:
             outbox.stage(*compiled(state, step_plan, sampled))
 
         self.begin = self._driver.compile(begin, "begin")
-        self.embed = self._driver.compile(embed, "embed")
+        self.embed = embed
         self.end = end
 
     def _use_cuda_scheduler(self, model: CausalLM) -> None:
         shape = self.shape
 
-        def embed_tokens(token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotary]:
+        def embed_tokens(
+            model: CausalLM, token_ids: Tensor, positions: Tensor
+        ) -> tuple[Tensor, Rotary]:
             torch._check(token_ids.shape[0] == positions.shape[0])
             return model.embed(token_ids, positions)
 
@@ -286,7 +296,7 @@ class StepPieces:
             if has_any_size(token, 0):
                 mark_any_size(inputs.token_ids, 0)
                 mark_any_size(inputs.positions, 0)
-            return inputs, *compiled(inputs.token_ids, inputs.positions)
+            return inputs, *compiled(model, inputs.token_ids, inputs.positions)
 
         def end(
             state: SchedulerState, step_plan: Plan, sampled: Sampled, outbox: RecordQueue
@@ -348,16 +358,30 @@ class StepPieces:
             self._layers[key] = self._compile_layer(*key)
         return self._layers[key]
 
-    def mark_sizes(self, version: LayerVersion, tensors: tuple[Tensor, ...], work: Tensor) -> None:
-        """Tells the next compile of the version which first dims vary with the token count."""
+    def mark_sizes(
+        self,
+        version: LayerVersion,
+        tensors: tuple[Tensor, ...],
+        work: Tensor,
+        caches: tuple[LayerCache, ...],
+    ) -> None:
+        """Tells the next compile of the version which first dims vary.
+
+        Those of `tensors` vary with the token count. On a GPU a start has as many KV pages as
+        there is memory, and code must serve any number of them.
+        """
         if version.low < version.high:
             for tensor in tensors:
                 mark_dynamic(tensor, 0, low=version.low, high=version.high)
             if work.shape[0] > 0:
                 mark_dynamic(work, 0, low=2, high=2**31 - 1)
+        if self._is_gpu:
+            for cache in caches:
+                for tensor in cache:
+                    mark_dynamic(tensor, 0, low=2, high=2**31 - 1)
 
     def head(self, residual: Tensor) -> Tensor:
         """Logits [S, vocab] of residual [S, hidden]."""
         if self._head_few is not None and residual.shape[0] <= self.max_few:
-            return self._head_few(residual)
-        return self._head(residual)
+            return self._head_few(self._model, residual)
+        return self._head(self._model, residual)

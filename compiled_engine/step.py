@@ -37,7 +37,7 @@ from compiled_engine.outbox import (
     RecordQueue,
     RingOutbox,
 )
-from compiled_engine.passes import decode_attention
+from compiled_engine.passes.names import DECODE_ATTENTION
 from compiled_engine.pieces import LayerVersion, StepPieces
 from compiled_engine.sampler import (
     ParamInbox,
@@ -330,7 +330,7 @@ class StepExecutor:
                 version, shared = last, (rotary, ctx, keep)
             if version is warmed:
                 varying = (residual, *rotary, ctx.slot_mapping, ctx.token_rows, ctx.positions)
-                self.pieces.mark_sizes(version, varying, ctx.work)
+                self.pieces.mark_sizes(version, varying, ctx.work, self.caches)
             layer = self.pieces.layer(version, key)
             (residual,) = layer(key, static, shared, residual)
         return residual, inputs
@@ -345,7 +345,7 @@ class StepExecutor:
         return self.pieces.head(residual), inputs.seq_rows[:num_seqs]
 
     def _attention_work(self, ctx: PagedContext, version: LayerVersion) -> Tensor:
-        is_decode = version.is_decode and self.driver.runs_pass(decode_attention.NAME)
+        is_decode = version.is_decode and self.driver.runs_pass(DECODE_ATTENTION)
         config, cache = self.model.config, self.caches[0].k_cache
         return torch.ops.ce.attention_work.default(
             ctx.block_table,

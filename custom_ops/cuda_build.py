@@ -98,7 +98,7 @@ def supported_archs() -> tuple[int, ...]:
     """Architecture numbers this NVRTC compiles for, such as 90."""
     from cuda.bindings import nvrtc
 
-    return tuple(_check(nvrtc.nvrtcGetSupportedArchs()))
+    return tuple(checked(nvrtc.nvrtcGetSupportedArchs()))
 
 
 def compile_source(name: str, arch: str, flags: Iterable[str] = ()) -> Cubin:
@@ -112,7 +112,7 @@ def compile_source(name: str, arch: str, flags: Iterable[str] = ()) -> Cubin:
     source = read_source(name)
     names = [header.encode() for header, _ in source.headers]
     texts = [text.encode() for _, text in source.headers]
-    program = _check(
+    program = checked(
         nvrtc.nvrtcCreateProgram(
             source.text.encode(), str(CSRC / name).encode(), len(names), texts, names
         )
@@ -120,13 +120,13 @@ def compile_source(name: str, arch: str, flags: Iterable[str] = ()) -> Cubin:
     try:
         options = [option.encode() for option in (f"-arch={arch}", *FLAGS, *flags)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
-        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+        checked(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b"\0 \n").decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise CudaBuildError(f"{name} for {arch}: {status.name}\n{text}")
-        code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
-        _check(nvrtc.nvrtcGetCUBIN(program, code))
+        code = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+        checked(nvrtc.nvrtcGetCUBIN(program, code))
         return Cubin(code, text)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
@@ -142,7 +142,7 @@ def cache_key(name: str, arch: str, flags: Iterable[str] = ()) -> str:
     from cuda.bindings import nvrtc
 
     source = read_source(name)
-    version = _check(nvrtc.nvrtcVersion())
+    version = checked(nvrtc.nvrtcVersion())
     parts = (source, arch, (*FLAGS, *flags), tuple(version), ABI_NUMBER)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -184,22 +184,12 @@ class Kernel:
     ) -> None:
         from cuda.bindings import driver
 
-        kernel = _check(driver.cuLibraryGetKernel(library, name.encode()))
+        kernel = checked(driver.cuLibraryGetKernel(library, name.encode()))
         self._function = driver.CUfunction(int(kernel))
         self._launch = driver.cuLaunchKernelEx
         if shared_bytes:
             _allow_shared(kernel, shared_bytes)
-        config = driver.CUlaunchConfig()
-        config.gridDimX = config.gridDimY = config.gridDimZ = 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes = shared_bytes
-        if is_dependent:
-            launch_attribute = driver.CUlaunchAttribute()
-            kind = driver.CUlaunchAttributeID
-            launch_attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            launch_attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [launch_attribute], 1
-        self._config = config
+        self._config = launch_config(block, shared_bytes, is_dependent=is_dependent)
         self._params = (ctypes.c_void_p * 1)()
 
     def launch(self, grid: int, args: ctypes.Structure) -> None:
@@ -207,7 +197,39 @@ class Kernel:
         self._config.gridDimX = grid
         self._config.hStream = torch.cuda.current_stream().cuda_stream
         self._params[0] = ctypes.addressof(args)
-        _check(self._launch(self._config, self._function, ctypes.addressof(self._params), 0))
+        checked(self._launch(self._config, self._function, ctypes.addressof(self._params), 0))
+
+
+def launch_config(block: int, shared_bytes: int, *, is_dependent: bool) -> Any:
+    """A launch of one block, to be given its grid and stream; arguments as for `Kernel`."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX = config.gridDimY = config.gridDimZ = 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    if is_dependent:
+        launch_attribute = driver.CUlaunchAttribute()
+        kind = driver.CUlaunchAttributeID
+        launch_attribute.id = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        launch_attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [launch_attribute], 1
+    return config
+
+
+def loaded_kernel(code: bytes, name: str, shared_bytes: int) -> Any:
+    """A kernel of a cubin, loaded into the driver, as `cuLaunchKernelEx` takes it.
+
+    Not to be called while capturing.
+    """
+    from cuda.bindings import driver
+
+    torch.cuda.init()
+    library = checked(driver.cuLibraryLoadData(code, None, None, 0, None, None, 0))
+    kernel = checked(driver.cuLibraryGetKernel(library, name.encode()))
+    if shared_bytes:
+        _allow_shared(kernel, shared_bytes)
+    return driver.CUfunction(int(kernel))
 
 
 def _allow_shared(kernel: Any, shared_bytes: int) -> None:
@@ -218,9 +240,9 @@ def _allow_shared(kernel: Any, shared_bytes: int) -> None:
     from cuda.bindings import driver
 
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    device = _check(driver.cuDeviceGet(torch.cuda.current_device()))
-    if _check(driver.cuKernelGetAttribute(limit, kernel, device)) < shared_bytes:
-        _check(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, device))
+    device = checked(driver.cuDeviceGet(torch.cuda.current_device()))
+    if checked(driver.cuKernelGetAttribute(limit, kernel, device)) < shared_bytes:
+        checked(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, device))
 
 
 @functools.cache
@@ -230,7 +252,7 @@ def load_library(name: str, arch: str, cache_dir: Path, flags: tuple[str, ...] =
 
     torch.cuda.init()
     code = cached_cubin(name, arch, cache_dir, flags).code
-    return _check(driver.cuLibraryLoadData(code, None, None, 0, None, None, 0))
+    return checked(driver.cuLibraryLoadData(code, None, None, 0, None, None, 0))
 
 
 def cubin_dir() -> Path:
@@ -238,7 +260,7 @@ def cubin_dir() -> Path:
     return build_dir() / CUBINS
 
 
-def _check(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
     """The value of a `cuda.bindings` call, or an error if its status is one."""
     status, *values = result
     if int(status) != 0:

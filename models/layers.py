@@ -221,7 +221,9 @@ class DecoderStack(nn.Module):
 
     def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer]) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Not initialised: without storage, torch would import Dynamo for it.
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(table)
         self.rotary = RotaryEmbedding(config)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from compiled_engine.errors import ConfigError
-from compiled_engine.passes.pipeline import check_names
+from compiled_engine.passes.names import check_names
 
 # Device type -> pass -> why it cannot run there.
 NOT_FOR: Mapping[str, Mapping[str, str]] = MappingProxyType(

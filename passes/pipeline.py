@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -25,7 +24,6 @@ from compiled_engine.custom_ops import (
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.registry import KernelRegistry, Target
 from compiled_engine.custom_ops.tuning import source_hash
-from compiled_engine.errors import ConfigError
 from compiled_engine.passes import (
     choose_kernels,
     decode_attention,
@@ -50,6 +48,7 @@ from compiled_engine.passes import (
     use_library_op,
     use_linear_op,
 )
+from compiled_engine.passes.names import check_names
 from compiled_engine.passes.pattern import (
     CustomGraphPass,
     Graph,
@@ -58,7 +57,7 @@ from compiled_engine.passes.pattern import (
     functionalized_calls,
 )
 
-# Code that does not call our ops is brought to them first.
+# The order is that of `names.PASS_NAMES`.
 LIFTS: tuple[ModuleType, ...] = (
     remove_no_ops,
     flatten_batch,
@@ -84,36 +83,6 @@ FUSIONS: tuple[ModuleType, ...] = (
 )
 # Passes that look at plain ATen: they run when the ops that nobody took have become that.
 LATE_PASSES: tuple[ModuleType, ...] = (use_linear_op,)
-PASS_NAMES: tuple[str, ...] = tuple(module.NAME for module in (*FUSIONS, *LATE_PASSES))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PieceTraits:
-    """What a piece is compiled for; some passes are for such pieces only.
-
-    Attributes:
-        is_decode: every token may be taken as a sequence of its own (`decode_attention`).
-        is_few: never more tokens than the kernels for few rows take (`fuse_linear`,
-            `fuse_sparse_mlp`, `lower_quantized_linear`); the others give plain products to the
-            library (`use_library_op`).
-        is_foreign: made from code that does not call our ops (`LIFTS`).
-    """
-
-    is_decode: bool = False
-    is_few: bool = False
-    is_foreign: bool = False
-
-    def skipped(self) -> tuple[str, ...]:
-        """Names of the passes that are not for such a piece."""
-        kept = {
-            decode_attention.NAME: self.is_decode,
-            fuse_linear.NAME: self.is_few,
-            fuse_sparse_mlp.NAME: self.is_few,
-            lower_quantized_linear.NAME: self.is_few,
-            use_library_op.NAME: not self.is_few,
-        }
-        kept |= {module.NAME: self.is_foreign for module in LIFTS}
-        return tuple(name for name, is_kept in kept.items() if not is_kept)
 
 
 class Recorder(Protocol):
@@ -124,16 +93,6 @@ class Recorder(Protocol):
 
     def after(self, graph: Graph, name: str) -> None:
         """The graph as the pass of that name left it."""
-
-
-def check_names(names: tuple[str, ...], verb: str) -> None:
-    """Raises ConfigError for a name in `--<verb>-pass` that is no pass; lists those there are."""
-    for name in names:
-        if name not in PASS_NAMES:
-            raise ConfigError(
-                f"--{verb}-pass {name}: no such pass; there are {', '.join(PASS_NAMES)}",
-                param=f"{verb}_passes",
-            )
 
 
 class PassPipeline(CustomGraphPass):

@@ -103,7 +103,7 @@ def run_in_processes(job: Job, left_out: Sequence[tuple[str, ...]]) -> list[Foun
 def run_job(job: Job, disabled: tuple[str, ...]) -> Found:
     """Builds and measures an engine without some passes."""
     from compiled_engine import LLM
-    from compiled_engine.passes.pipeline import PASS_NAMES
+    from compiled_engine.passes.names import PASS_NAMES
 
     start = time.perf_counter()
     options = {**ENGINE, **job.options, "disable_passes": disabled}

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from compiled_engine.cache_folders import KERNELS, place_caches
 from compiled_engine.compile.direct import DirectPiece, PlainPiece
+from compiled_engine.compile.piece import Piece
 from compiled_engine.compile.store import EntryStore
-from compiled_engine.compile.torch_compat import compile_seconds, dynamo_counters, with_own_code
+from compiled_engine.compile.torch_compat import compile_seconds, dynamo_counters
 from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops.kernels import make_registry
 from compiled_engine.custom_ops.tuning import KernelTuner
-from compiled_engine.passes import PassPipeline
 from compiled_engine.passes.defaults import disabled_passes
-from compiled_engine.passes.dump import GraphDump
-from compiled_engine.passes.pipeline import PieceTraits
+from compiled_engine.passes.names import PieceTraits
 from compiled_engine.start_times import StartTimes
+
+if TYPE_CHECKING:  # they bring Inductor, which only a piece that is compiled needs
+    from compiled_engine.passes.dump import GraphDump
+    from compiled_engine.passes.pipeline import PassPipeline
 
 PLAIN = PieceTraits()
 
@@ -70,7 +73,6 @@ class CompileDriver:
             self.options["force_disable_caches"] = True
         place_caches(config.cache_dir)
         self._passes: dict[PieceTraits, PassPipeline] = {}
-        self.passes(PieceTraits())  # names an unknown pass before anything else is done
         self._start: dict[str, int] = {}
         if not self.is_eager:
             self._start = dynamo_counters()
@@ -79,12 +81,16 @@ class CompileDriver:
     def passes(self, traits: PieceTraits, piece: str = "") -> PassPipeline:
         """The passes for pieces with such traits; with graphs to be written, of one piece."""
         if self.dump_folder is not None and piece:
+            from compiled_engine.passes.dump import GraphDump
+
             return self._pipeline(traits, GraphDump(self.dump_folder / piece))
         if traits not in self._passes:
             self._passes[traits] = self._pipeline(traits, None)
         return self._passes[traits]
 
     def _pipeline(self, traits: PieceTraits, dump: GraphDump | None) -> PassPipeline:
+        from compiled_engine.passes.pipeline import PassPipeline
+
         return PassPipeline(
             disabled=tuple(dict.fromkeys((*self.disabled_passes, *traits.skipped()))),
             kept_ops=self.kept_ops,
@@ -108,16 +114,13 @@ class CompileDriver:
         The copy has a code object of its own: other pieces made from the same function do not share
         compiled versions with it.
         """
-        if self.is_eager:
-            return function
-        import torch
+        return function if self.is_eager else self._piece(function, name, traits)
 
-        return torch.compile(
-            with_own_code(function, name),
-            fullgraph=True,
-            dynamic=False,
-            options={"post_grad_custom_pre_pass": self.passes(traits, name), **self.options},
-        )
+    def _piece(self, function: Callable[..., Any], name: str, traits: PieceTraits) -> Piece:
+        def options() -> dict[str, Any]:
+            return {"post_grad_custom_pre_pass": self.passes(traits, name), **self.options}
+
+        return Piece(function, name, options=options, counters=self.counters, store=self.store)
 
     def compile_direct(
         self,
@@ -131,13 +134,8 @@ class CompileDriver:
         """`function` compiled as one graph that is called past Dynamo; see `DirectPiece`."""
         if self.is_eager:
             return PlainPiece(function)
-        return DirectPiece(
-            function,
-            name,
-            num_static=num_static,
-            num_shared=num_shared,
-            options={"post_grad_custom_pre_pass": self.passes(traits, name), **self.options},
-        )
+        piece = self._piece(function, name, traits)
+        return DirectPiece(piece, num_static=num_static, num_shared=num_shared)
 
     def compile_seconds(self) -> dict[str, float]:
         """Seconds of the compiles since this was made, as `torch_compat.compile_seconds`."""
@@ -156,6 +154,7 @@ class CompileDriver:
             return self.counters
         for name, total in dynamo_counters().items():
             setattr(self.counters, name, total - self._start[name])
+        self.counters.num_kernels += self.counters.num_loaded_kernels
         if self._graphs_when_warm is not None:
             self.counters.num_recompiles = self.counters.num_graphs - self._graphs_when_warm
         return self.counters

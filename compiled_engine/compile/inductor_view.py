@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from compiled_engine.compile.torch_compat import dynamo_counters
 from compiled_engine.custom_ops.registry import Target
-from compiled_engine.passes import PassPipeline
+from compiled_engine.passes.pipeline import PassPipeline
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ Each use names the versions it was seen in (2.11 to 2.14).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -15,16 +17,22 @@ from torch import Tensor
 
 
 def dynamo_counters() -> dict[str, int]:
-    """Totals of Dynamo's and Inductor's own counters in this process."""
-    import torch._inductor.metrics
-    from torch._dynamo.utils import counters
+    """Totals of Dynamo's and Inductor's own counters in this process; zeros if neither is loaded.
 
+    Something may have loaded Dynamo without having compiled: then Inductor is not loaded.
+    """
+    names = ("num_graphs", "num_graph_breaks", "num_inductor_compiles", "num_cache_hits")
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    inductor = sys.modules.get("torch._inductor.metrics")
+    if dynamo is None:
+        return dict.fromkeys((*names, "num_kernels"), 0)
+    counters = dynamo.counters
     return {
         "num_graphs": counters["stats"]["unique_graphs"],
         "num_graph_breaks": sum(counters["graph_break"].values()),
         "num_inductor_compiles": counters["inductor"]["fxgraph_cache_miss"],
         "num_cache_hits": counters["inductor"]["fxgraph_cache_hit"],
-        "num_kernels": torch._inductor.metrics.generated_kernel_count,
+        "num_kernels": 0 if inductor is None else inductor.generated_kernel_count,
     }
 
 
@@ -33,8 +41,6 @@ def compile_seconds() -> dict[str, float]:
 
     "compilers" is the wait for the C++ compiler or for Triton. Empty where nothing was compiled.
     """
-    import sys
-
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return {}
@@ -115,34 +121,80 @@ def input_sources(graph: torch.fx.GraphModule) -> list[str]:
     return names
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """What Inductor made of a graph.
+
+    Attributes:
+        function: takes the graph's inputs and returns its results.
+        code: what it calls in the end, with `source_code` and `current_callable`.
+    """
+
+    function: Callable[..., Any]
+    code: Any
+
+
 def inductor_backend(
     options: dict[str, Any],
-    keep: Callable[[torch.fx.GraphModule, Callable[..., Any]], Callable[..., Any]],
+    keep: Callable[[torch.fx.GraphModule, Compiled], Callable[..., Any]],
 ) -> Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]:
     """Inductor with `options`, as a `torch.compile` backend that shows `keep` what it made."""
 
     def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        from torch._inductor.compile_fx import compile_fx
+        import torch._functorch.config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-        compiled: Any = compile_fx(graph, examples, config_patches=options)
-        return keep(graph, compiled)
+        made: list[Any] = []
+
+        def inner(module: Any, inputs: Any, **kwargs: Any) -> Any:
+            code = compile_fx_inner(module, inputs, **kwargs)
+            made.append(code)
+            return code
+
+        # Its cache would hand back code without showing it.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            compiled: Any = compile_fx(graph, examples, inner_compile=inner, config_patches=options)
+        return keep(graph, Compiled(compiled, made[-1]))
 
     return backend
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int, *, low: int, high: int) -> None:
     """Says that `dim` varies from `low` to `high`, for the compile that sees the tensor next."""
-    torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
+    _marks(tensor)[dim] = (low, high)
 
 
 def mark_any_size(tensor: torch.Tensor, dim: int) -> None:
     """Says that `dim` may have any size, 1 included, for the compile that sees the tensor next."""
-    torch._dynamo.decorators.mark_unbacked(tensor, dim)
+    _marks(tensor)[dim] = None
 
 
 def has_any_size(tensor: torch.Tensor, dim: int) -> bool:
     """Whether `mark_any_size` was called on it."""
-    return dim in getattr(tensor, "_dynamo_unbacked_indices", ())
+    return dim in _marks(tensor) and _marks(tensor)[dim] is None
+
+
+def _marks(tensor: torch.Tensor) -> dict[int, tuple[int, int] | None]:
+    """What was said of a tensor's dims; Dynamo is told, and loaded, when something is compiled."""
+    if not hasattr(tensor, "_size_marks"):
+        tensor._size_marks = {}  # type: ignore[attr-defined]
+    marks: dict[int, tuple[int, int] | None] = tensor._size_marks  # type: ignore[attr-defined]
+    return marks
+
+
+def apply_marks(arguments: tuple[Any, ...]) -> None:
+    """Tells Dynamo what was said of the tensors among the arguments, in tuples or not."""
+    from torch.utils._pytree import tree_leaves
+
+    for tensor in tree_leaves(arguments):
+        if not hasattr(tensor, "_size_marks"):
+            continue
+        for dim, limits in _marks(tensor).items():
+            if limits is None:
+                torch._dynamo.decorators.mark_unbacked(tensor, dim)
+            else:
+                low, high = limits
+                torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
 
 
 def has_own_kernel(overload: Any, device_type: str) -> bool:

@@ -28,7 +28,7 @@ from compiled_engine.layer_kinds import layer_kinds
 from compiled_engine.models import ModelConfig
 from compiled_engine.models.source import resolve_model
 from compiled_engine.passes.defaults import disabled_passes
-from compiled_engine.passes.pipeline import PieceTraits
+from compiled_engine.passes.names import PieceTraits
 from compiled_engine.pieces import (
     LayerVersion,
     few_limit,

@@ -21,9 +21,9 @@ from compiled_engine.custom_ops.families import family_of
 from compiled_engine.custom_ops.kernel_family import KernelFamily, num_bytes
 from compiled_engine.custom_ops.registry import Choice, KernelRegistry, Target
 from compiled_engine.explain.report import KernelRow, PassRow, PieceReport
-from compiled_engine.passes import PASS_NAMES, PassPipeline
+from compiled_engine.passes.names import PASS_NAMES, PieceTraits
 from compiled_engine.passes.pattern import Graph, auto_functionalized_v2
-from compiled_engine.passes.pipeline import LIFTS, PieceTraits
+from compiled_engine.passes.pipeline import LIFTS, PassPipeline
 
 NOT_FUSIONS = ("choose_kernels", "expand")
 _ATEN = torch.ops.aten

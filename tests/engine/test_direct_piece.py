@@ -1,32 +1,77 @@
-"""Pieces that are called past Dynamo: what they keep alive."""
+"""Compiled pieces: what is kept for a later start, what runs then, what they keep alive."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_engine.compile import direct
+from compiled_engine.compile import piece as piece_module
 from compiled_engine.compile.direct import DirectPiece
+from compiled_engine.compile.piece import Captured, Piece
+from compiled_engine.compile.program import Kind, LoadedProgram, Program, ProgramError
+from compiled_engine.compile.torch_compat import Compiled, mark_any_size
+from compiled_engine.counters import CompileCounters
+from compiled_engine.custom_ops import LayerCache
 
 
-def interpreted(options: dict[str, Any], keep: Callable[..., Any]) -> Callable[..., Any]:
+class Memory:
+    """A store of entries in memory."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.dropped: dict[str, str] = {}
+
+    def load(self, name: str) -> bytes | None:
+        return self.entries.get(name)
+
+    def save(self, name: str, data: bytes) -> None:
+        self.entries[name] = data
+
+    def drop(self, name: str, reason: str) -> None:
+        del self.entries[name]
+        self.dropped[name] = reason
+
+
+class Code:
+    """Stands for Inductor's code."""
+
+    source_code = ""
+    constants: dict[str, Any] = {}  # noqa: RUF012
+    cache_key = "none"
+
+    def current_callable(self, arguments: list[Any]) -> Any:
+        raise AssertionError("not called")
+
+
+def interpreted(options: dict[str, Any], keep: Any) -> Any:
     """A backend that compiles nothing."""
-    return lambda graph, examples: keep(graph, graph.forward)
+    return lambda graph, examples: keep(graph, Compiled(graph.forward, Code()))
 
 
 def layer(weight: Tensor, cache: Tensor, scale: Tensor, x: Tensor) -> tuple[Tensor]:
     return (x @ weight * scale + cache,)
 
 
+def summed(pair: LayerCache, x: Tensor) -> tuple[LayerCache, None]:
+    pair.k_cache.add_(x.sum())
+    return LayerCache(pair.v_cache, torch.tanh(x) * 2), None
+
+
+def made(function: Any, store: Memory | None, name: str = "piece") -> Piece:
+    return Piece(function, name, options=dict, counters=CompileCounters(), store=store)
+
+
 def test_a_piece_that_is_gone_keeps_no_weights(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(direct, "inductor_backend", interpreted)
-    piece = DirectPiece(layer, "layer", num_static=2, num_shared=1, options={})
+    monkeypatch.setattr(piece_module, "inductor_backend", interpreted)
+    piece = DirectPiece(made(layer, None), num_static=2, num_shared=1)
     shared = (torch.tensor(2.0),)
     layers = [(torch.randn(4, 4), torch.randn(4)) for _ in range(3)]
     x = torch.randn(2, 4)
@@ -38,3 +83,153 @@ def test_a_piece_that_is_gone_keeps_no_weights(monkeypatch: pytest.MonkeyPatch):
     del piece, layers, static
     gc.collect()
     assert [ref() for ref in kept] == [None] * 6
+
+
+def test_what_cannot_be_recorded_runs_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(piece_module, "inductor_backend", interpreted)
+    store = Memory()
+    piece = made(layer, store)
+    arguments = (torch.randn(4, 4), torch.randn(4), torch.tensor(2.0), torch.randn(2, 4))
+    for _ in range(2):
+        assert torch.equal(piece(*arguments)[0], layer(*arguments)[0])
+    assert isinstance(piece.loaded, Captured)
+    assert piece._counters.num_unrecorded == 1
+    assert not store.entries
+    assert "compiled again at every start" in caplog.text
+
+
+SOURCE = """
+def call(args):
+    pair_first, x, size = args
+    args.clear()
+    pair_first.add_(x.sum())
+    return (torch.tanh(x) * size,)
+"""
+
+
+def program(**changes: Any) -> Program:
+    """A program of `summed`, written by hand."""
+    from compiled_engine.compile.program import ProgramInput
+
+    kind = Kind((None,), (1,), "torch.float32", "cpu")
+    fields: dict[str, Any] = {
+        "name": "piece",
+        "inputs": (
+            ProgramInput("L['pair'][0]", "pair", Kind((), (), "torch.float32", "cpu")),
+            ProgramInput("L['x']", "x", kind),
+            ProgramInput("L['x'].size()[0]", "x", None),
+        ),
+        "outputs": [
+            "tuple",
+            [
+                ["tuple", [["argument", "L['pair'][1]"], ["result", 0]]],
+                ["none"],
+            ],
+        ],
+        "source": SOURCE,
+        "cpu_kernels": (),
+        "gpu_kernels": (),
+        "externs": (),
+        "num_matches": {"fuse": 2},
+        "num_expansions": 3,
+    }
+    return Program(**(fields | changes))
+
+
+def test_a_stored_program_is_called_without_compiling():
+    store = Memory()
+    store.save("piece", program().to_bytes())
+    piece = made(summed, store)
+    pair, x = LayerCache(torch.zeros(()), torch.ones(2)), torch.randn(5)
+    for count in (1, 2):
+        (second, new), nothing = piece(pair, x)
+        assert second is pair.v_cache
+        assert nothing is None
+        assert torch.allclose(pair.k_cache, x.sum() * count)
+        assert torch.equal(new, torch.tanh(x) * 5)
+    counters = piece._counters
+    assert (counters.num_loaded, counters.num_matches, counters.num_expansions) == (
+        1,
+        {"fuse": 2},
+        3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"source": "def call(args:"}, "cannot run here"),
+        ({"externs": ("no_such_product",)}, "cannot run here"),
+        ({"outputs": ["record", "os:system", []]}, "no class of this package"),
+        ({"outputs": ["what"]}, "unknown output"),
+    ],
+)
+def test_an_entry_that_cannot_run_is_dropped_and_compiled(
+    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(piece_module, "inductor_backend", interpreted)
+    store = Memory()
+    store.save("piece", program(**changes).to_bytes())
+    pair, x = LayerCache(torch.zeros(()), torch.ones(2)), torch.randn(5)
+    (second, new), _ = made(summed, store)(pair, x)
+    assert second is pair.v_cache
+    assert torch.allclose(new, torch.tanh(x) * 2)
+    assert reason in store.dropped["piece"]
+
+
+def test_other_parameters_than_it_was_made_for_are_refused():
+    with pytest.raises(ProgramError, match="no parameters pair"):
+        LoadedProgram(program(), ["x"])
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 40, b"not a program", program().to_bytes()[:-9]])
+def test_other_bytes_are_no_program(data: bytes):
+    with pytest.raises(ProgramError, match="no program"):
+        Program.from_bytes(data)
+
+
+def test_a_layer_of_another_shape_is_refused():
+    kind = Kind((4, 4), (4, 1), "torch.float32", "cpu")
+    assert kind.takes(torch.zeros(4, 4))
+    assert not kind.takes(torch.zeros(4, 5))
+    assert not kind.takes(torch.zeros(4, 4).T.contiguous().to(torch.float64))
+    assert not kind.takes(torch.zeros(4, 4).T[:, :4].as_strided((4, 4), (1, 4)))
+    assert Kind((None, 4), (4, 1), "torch.float32", "cpu").takes(torch.zeros(9, 4))
+
+
+SECOND_START = """
+import sys
+from pathlib import Path
+import torch
+sys.path.insert(0, {tests!r})
+from engine.test_direct_piece import Memory, LayerCache, made, summed
+store = Memory()
+store.entries = {{"piece": Path({path!r}).read_bytes()}}
+piece = made(summed, store)
+pair, x = LayerCache(torch.zeros(()), torch.ones(2)), torch.arange(7.0)
+(second, new), _ = piece(pair, x)
+assert second is pair.v_cache and torch.allclose(new, torch.tanh(x) * 2)
+assert piece._counters.num_loaded == 1
+used = [name for name in ("torch._inductor", "sympy") if name in sys.modules]
+assert not used, used
+"""
+
+
+@pytest.mark.slow
+def test_what_inductor_made_runs_in_another_process_without_it(tmp_path: Path):
+    store = Memory()
+    piece = made(summed, store)
+    pair, x = LayerCache(torch.zeros(()), torch.ones(2)), torch.randn(5)
+    mark_any_size(x, 0)
+    piece(pair, x)
+    assert isinstance(piece.loaded, LoadedProgram)
+    (second, new), _ = piece(pair, torch.ones(9))
+    assert second is pair.v_cache
+    assert torch.allclose(new, torch.tanh(torch.ones(9)) * 2)
+    path = tmp_path / "entry"
+    path.write_bytes(store.entries["piece"])
+    tests = str(Path(__file__).parents[1])
+    script = SECOND_START.format(tests=tests, path=str(path))
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

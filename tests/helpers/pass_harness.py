@@ -25,9 +25,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops.registry import KernelRegistry
-from compiled_engine.passes import PassPipeline
 from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pattern import functionalized_calls
+from compiled_engine.passes.pipeline import PassPipeline
 
 ce = torch.ops.ce
 aten = torch.ops.aten

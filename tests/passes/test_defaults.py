@@ -7,9 +7,9 @@ import pytest
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.config import EngineConfig
 from compiled_engine.errors import ConfigError
-from compiled_engine.passes import PASS_NAMES, defaults
+from compiled_engine.passes import defaults
 from compiled_engine.passes.defaults import NOT_FOR, OFF_BY_DEFAULT, disabled_passes
-from compiled_engine.passes.pipeline import PieceTraits
+from compiled_engine.passes.names import PASS_NAMES, PieceTraits
 
 
 @pytest.mark.parametrize("device_type", NOT_FOR)

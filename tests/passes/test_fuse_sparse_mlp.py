@@ -16,8 +16,9 @@ from torch.fx import Node
 
 from compiled_engine.custom_ops import ExpertWeights, experts, rms_norm, route
 from compiled_engine.custom_ops.kernels import make_registry
-from compiled_engine.passes import PassPipeline, fuse_sparse_mlp
-from compiled_engine.passes.pipeline import PieceTraits
+from compiled_engine.passes import fuse_sparse_mlp
+from compiled_engine.passes.names import PieceTraits
+from compiled_engine.passes.pipeline import PassPipeline
 from tests.passes.test_fuse_linear import found, names, product, rewritten, tensors
 
 T, H, E, K, INNER = 3, 32, 6, 2, 16

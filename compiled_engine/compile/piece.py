@@ -1,0 +1,225 @@
+"""A function that is compiled once, by its first call or by an earlier start, and called directly.
+
+Dynamo's guards and bytecode cost more than a small layer's own overhead, and they can decide
+nothing for us: the caller picks the version by size. So the first call goes through `torch.compile`
+and is recorded as a program; later calls, and later starts, hand the program its inputs.
+`tests/engine/test_engine.py` compares with the eager twin.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from compiled_engine.compile.program import (
+    LoadedProgram,
+    Program,
+    ProgramError,
+    ProgramInput,
+    binder,
+    rebuilder,
+)
+from compiled_engine.compile.torch_compat import (
+    Compiled,
+    apply_marks,
+    inductor_backend,
+    input_sources,
+    with_own_code,
+)
+from compiled_engine.counters import CompileCounters
+
+logger = logging.getLogger(__name__)
+
+
+class ProgramStore(Protocol):
+    """Where programs are kept between starts; `compile.store.EntryStore` is one."""
+
+    def load(self, name: str) -> bytes | None:
+        """The entry, or None."""
+
+    def save(self, name: str, data: bytes) -> None:
+        """Keeps an entry."""
+
+    def drop(self, name: str, reason: str) -> None:
+        """An entry that was loaded is of no use."""
+
+
+@dataclass
+class Captured:
+    """A piece that could not be recorded: Inductor's code, called past Dynamo.
+
+    Attributes:
+        inputs, outputs, bind, call, rebuild: as those of `LoadedProgram`.
+    """
+
+    inputs: tuple[ProgramInput, ...]
+    outputs: list[Any]
+    bind: Callable[..., list[Any]]
+    call: Callable[[list[Any]], Any]
+    rebuild: Callable[..., Any]
+
+
+class Piece:
+    """A compiled function; its first call decides about sizes, but for dims that are marked.
+
+    Args:
+        function: mutates at most what its arguments hold; returns tensors in tuples.
+        name: of the piece; of its entry in the store.
+        options: gives Inductor's, the passes among them, when something is compiled.
+        counters: count what happens.
+        store: what earlier starts compiled; None keeps nothing.
+
+    Attributes:
+        loaded: what is called; None before the first call.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        options: Callable[[], dict[str, Any]],
+        counters: CompileCounters,
+        store: ProgramStore | None,
+    ) -> None:
+        self.name = name
+        self.parameters = list(inspect.signature(function).parameters)
+        self.loaded: LoadedProgram | Captured | None = None
+        self._function = function
+        self._options = options
+        self._counters = counters
+        self._store = store
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls the function; the first call loads or compiles it."""
+        loaded = self.loaded
+        if loaded is None:
+            return self.first(*arguments)
+        results = loaded.call(loaded.bind(*arguments))
+        return loaded.rebuild(results, *arguments)
+
+    def first(self, *arguments: Any) -> Any:
+        """Makes `loaded`, from the store or by compiling, and calls the function."""
+        self.loaded = self._from_store()
+        if self.loaded is not None:
+            return self(*arguments)
+        return self._compile(*arguments)
+
+    def _from_store(self) -> LoadedProgram | None:
+        data = None if self._store is None else self._store.load(self.name)
+        if data is None:
+            return None
+        assert self._store is not None
+        try:
+            program = Program.from_bytes(data)
+            loaded = LoadedProgram(program, self.parameters)
+        except ProgramError as error:
+            self._store.drop(self.name, str(error))
+            return None
+        self._counters.count_loaded(program.num_kernels, program.num_matches)
+        self._counters.num_expansions += program.num_expansions
+        return loaded
+
+    def _compile(self, *arguments: Any) -> Any:
+        before = dict(self._counters.num_matches), self._counters.num_expansions
+        capture = _Capture()
+        apply_marks(arguments)
+        traced = torch.compile(
+            with_own_code(self._function, self.name),
+            fullgraph=True,
+            dynamic=False,
+            backend=inductor_backend(self._options(), capture.keep),
+        )
+        try:
+            returned = traced(*arguments)
+            self.loaded = self._recorded(capture, returned, arguments, before)
+        finally:
+            capture.forget()
+        return returned
+
+    def _recorded(
+        self,
+        capture: _Capture,
+        returned: Any,
+        arguments: tuple[Any, ...],
+        before: tuple[dict[str, int], int],
+    ) -> LoadedProgram | Captured:
+        from compiled_engine.compile import program_record as recording
+
+        matches, expansions = before
+        named = dict(zip(self.parameters, arguments, strict=True))
+        inputs = recording.graph_inputs(capture.graph, capture.sources)
+        outputs = recording.output_structure(returned, capture.results, named)
+        try:
+            recording.check_same(capture.watched, capture.arguments, capture.results)
+            counters = self._counters
+            program = recording.record(
+                capture.watched,
+                name=self.name,
+                inputs=inputs,
+                outputs=outputs,
+                num_matches={
+                    name: count - matches.get(name, 0)
+                    for name, count in counters.num_matches.items()
+                    if count != matches.get(name, 0)
+                },
+                num_expansions=counters.num_expansions - expansions,
+            )
+            # What runs here is what a later start will run.
+            data = program.to_bytes()
+            loaded = LoadedProgram(Program.from_bytes(data), self.parameters)
+        except (recording.NotRecordable, ProgramError) as error:
+            self._counters.num_unrecorded += 1
+            logger.warning("%s is compiled again at every start: %s", self.name, str(error))
+            sources = [item.source for item in inputs]
+            made = capture.compiled
+            return Captured(
+                inputs,
+                outputs,
+                binder(self.parameters, sources),
+                lambda values: made(*values),
+                rebuilder(self.parameters, outputs),
+            )
+        if self._store is not None:
+            self._store.save(self.name, data)
+        return loaded
+
+
+class _Capture:
+    """What the backend saw of a piece, and its first call."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Dynamo keeps its backend for good, which must not keep weights."""
+        watched = getattr(self, "watched", None)
+        if watched is not None:
+            watched.stop()
+        self.graph: Any = None
+        self.sources: list[str] = []
+        self.compiled: Any = None
+        self.watched: Any = None
+        self.arguments: list[Any] = []
+        self.results: list[Any] = []
+
+    def keep(self, graph: torch.fx.GraphModule, made: Compiled) -> Callable[..., Any]:
+        """Called by the backend; what it returns is called once, by Dynamo."""
+        from compiled_engine.compile.program_record import Watched
+
+        assert self.graph is None, "captured twice"
+        self.graph, self.sources = graph, input_sources(graph)
+        self.compiled = compiled = made.function
+        self.watched = Watched(made.code)
+
+        def first_call(*arguments: Any) -> Any:
+            results = compiled(*arguments)
+            self.arguments, self.results = list(arguments), list(results)
+            return results
+
+        return first_call
