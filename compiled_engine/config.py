@@ -2,7 +2,8 @@
 
 Nothing here is derived from a model or a device; derived values live with what derives them.
 Environment variables that are read at all: `COMPILED_ENGINE_CACHE` (cache folder) and
-`COMPILED_ENGINE_LOG_LEVEL`; none changes a result. Tests set a third, see `faults`.
+`COMPILED_ENGINE_LOG_LEVEL`; none changes a result. Tests set a third, see `faults`; the engine sets
+one for its own process, see `cache_folders`.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class CompileCounters:
         num_expansions: semantic ops that no pass took.
         num_loaded_kernels: those of loaded pieces.
         pass_seconds: time by pass name.
+        piece_seconds: time by piece until its first call returned.
     """
 
     num_graphs: int = 0
@@ -42,6 +43,7 @@ class CompileCounters:
     num_loaded_kernels: int = 0
     num_matches: dict[str, int] = field(default_factory=dict)
     pass_seconds: dict[str, float] = field(default_factory=dict)
+    piece_seconds: dict[str, float] = field(default_factory=dict)
 
     def count_pass(self, name: str, matches: int, seconds: float) -> None:
         """Adds one run of a pass over one graph."""

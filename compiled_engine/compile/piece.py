@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -108,10 +109,14 @@ class Piece:
         """Makes `loaded`, from the store or by compiling, and calls the function."""
         if self._traced is not None:
             return self._traced(*arguments)
-        self.loaded = self._from_store()
-        if self.loaded is not None:
-            return self(*arguments)
-        return self._compile(*arguments)
+        start = time.perf_counter()
+        try:
+            self.loaded = self._from_store()
+            if self.loaded is not None:
+                return self(*arguments)
+            return self._compile(*arguments)
+        finally:
+            self._counters.piece_seconds[self.name] = time.perf_counter() - start
 
     def _from_store(self) -> LoadedProgram | None:
         data = None if self._store is None else self._store.load(self.name)
