@@ -18,6 +18,7 @@ from compiled_engine.compile.torch_compat import has_own_kernel
 from compiled_engine.config import EngineConfig
 from compiled_engine.custom_ops import ALL_OPS
 from compiled_engine.custom_ops.quant import QUANT_OPS
+from compiled_engine.custom_ops.registry import Target
 from compiled_engine.device import pick_device
 from compiled_engine.grammar import GrammarService
 from compiled_engine.grammar_compiler import TokenTable
@@ -98,7 +99,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     check_options(config, device)
     driver = CompileDriver(config, kept_ops=kept_ops(device), device_type=device.type)
     folder = find_model(config, progress)
-    model_config = model_config_of(config, folder)
+    model_config = model_config_of(config, folder, Target.of(device))
     model = _load_model(config, model_config, folder, device, progress)
     model_config = model.config
     needs = None

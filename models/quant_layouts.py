@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.quant_pack import PackedWeight, pack_codes, quantize_weight
+from compiled_engine.custom_ops.quant_pack import PackedWeight, quantize_weight, row_format
+from compiled_engine.custom_ops.reference_fp4 import pack_codes
 from compiled_engine.custom_ops.reference_quant import BLOCK
 from compiled_engine.errors import ConfigError
 
@@ -93,13 +94,13 @@ def _plain_expected(sizes: Sizes) -> dict[str, Expected]:
 
 def _plain_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
     if sizes.format != "fp8_token_block":
-        return quantize_weight(tensors["weight"], sizes.format)
+        return quantize_weight(tensors["weight"], row_format(sizes.format))
     packed = quantize_weight(tensors["weight"], "fp8_block")
     return packed._replace(scale=_scales_of_rows(packed.scale, sizes.rows))
 
 
-def _input_scale(sizes: Sizes) -> dict[str, Expected]:
-    return {"input_scale": Expected(SCALAR, FLOATS)} if sizes.is_static else {}
+def _input_scale(sizes: Sizes, name: str = "input_scale") -> dict[str, Expected]:
+    return {name: Expected(SCALAR, FLOATS)} if sizes.is_static else {}
 
 
 def _fp8_expected(sizes: Sizes) -> dict[str, Expected]:
@@ -178,13 +179,18 @@ def _scales_of_rows(scale: Tensor, num_rows: int) -> Tensor:
     return scale.repeat_interleave(BLOCK, 0)[:num_rows]
 
 
-def _fp4_expected(values: str, *scalars: str) -> Callable[[Sizes], dict[str, Expected]]:
+def _fp4_expected(
+    values: str, scalar: str = "", static: str = ""
+) -> Callable[[Sizes], dict[str, Expected]]:
+    """Names of the values, of the scale of all, and of that of the input where it is static."""
+
     def expected(sizes: Sizes) -> dict[str, Expected]:
-        dtype = E4M3 if sizes.format == "nvfp4" else torch.uint8
+        dtype = torch.uint8 if sizes.format == "mxfp4" else E4M3
         return {
             values: Expected(((sizes.rows, sizes.columns // 2),), (torch.uint8,)),
             "weight_scale": Expected(((sizes.rows, sizes.groups),), (dtype,)),
-            **{name: Expected(SCALAR, FLOATS) for name in scalars},
+            **({scalar: Expected(SCALAR, FLOATS)} if scalar else {}),
+            **_input_scale(sizes, static),
         }
 
     return expected
@@ -194,7 +200,7 @@ def _fp4_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
     values = tensors.get("weight_packed", tensors.get("weight"))
     assert values is not None
     global_scale = None
-    if sizes.format == "nvfp4":
+    if sizes.format != "mxfp4":
         if "weight_scale_2" in tensors:
             global_scale = tensors["weight_scale_2"].float()
         else:  # compressed-tensors divides by it
@@ -319,9 +325,13 @@ LAYOUTS: dict[str, Layout] = {
     "int8": Layout(_int8_expected, _scaled_packed),
     "int4_rows": Layout(_int32_columns_expected, _int32_columns_packed),
     "nvfp4_packed": Layout(
-        _fp4_expected("weight_packed", "weight_global_scale"), _fp4_packed, ("input_global_scale",)
+        _fp4_expected("weight_packed", "weight_global_scale", "input_global_scale"),
+        _fp4_packed,
+        ("input_global_scale",),
     ),
-    "nvfp4": Layout(_fp4_expected("weight", "weight_scale_2"), _fp4_packed, ("input_scale",)),
+    "nvfp4": Layout(
+        _fp4_expected("weight", "weight_scale_2", "input_scale"), _fp4_packed, ("input_scale",)
+    ),
     "mxfp4_packed": Layout(_fp4_expected("weight_packed"), _fp4_packed),
     "gptq": Layout(_gptq_expected, _gptq_packed(1)),
     "gptq_v2": Layout(_gptq_expected, _gptq_packed(0)),

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from compiled_engine.custom_ops.quant_pack import PackedWeight, quantize_weight
+from compiled_engine.custom_ops.quant_pack import PackedWeight, quantize_weight, row_format
 from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.quant_layouts import LAYOUTS, Expected, Layout, Sizes
@@ -101,7 +101,9 @@ class QuantPart:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Repacks the tensors, by their full names, into the module's rows."""
         found = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
-        static = found.pop("input_scale", None) if self.sizes.is_static else None
+        is_inverse = "input_global_scale" in found  # compressed-tensors multiplies by it
+        name = "input_global_scale" if is_inverse else "input_scale"
+        static = found.pop(name, None) if self.sizes.is_static else None
         try:
             packed = self.layout.packed(self.sizes, found)
         except ConfigError as error:
@@ -110,7 +112,7 @@ class QuantPart:
         if static is not None:
             assert self.module.input_scale is not None
             # The parts read one input: the largest of their scales clips nothing.
-            scale = static.float().reshape(1)
+            scale = (1.0 / static if is_inverse else static).float().reshape(1)
             if self.start:
                 scale = torch.maximum(scale, self.module.input_scale)
             self.module.input_scale.copy_(scale)
@@ -179,7 +181,7 @@ def fill_random(module: QuantRows, normal: Callable[[Tensor], Tensor], dtype: to
     """Random weights: `normal` fills a matrix [n, k] of `dtype`, which is then quantised."""
     shape = (module.out_features, module.in_features)
     values = normal(torch.empty(shape, dtype=dtype, device=module.weight.device))
-    packed = quantize_weight(values, module.format, module.group_size)
+    packed = quantize_weight(values, row_format(module.format), module.group_size)
     if module.zero is not None:
         packed = packed._replace(zero=torch.full_like(module.zero, 8))
     module.fill(packed, 0, module.out_features)

@@ -319,7 +319,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Spelled], str]] = {
     "compressed_nvfp4": (
         compressed("nvfp4-pack-quantized", FP4, LOCAL_FP4),
         compressed_nvfp4,
-        "",
+        "fp4_static",
     ),
     "compressed_mxfp4": (
         compressed("mxfp4-pack-quantized", {**FP4, "strategy": "group", "group_size": 32}, None),
@@ -334,7 +334,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Spelled], str]] = {
     "modelopt_nvfp4": (
         {**MODELOPT, "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
         modelopt_nvfp4,
-        "",
+        "fp4_static",
     ),
     "gptq": ({**GPTQ, "sym": True}, gptq(32, version=1, has_zero=False), ""),
     "gptq_zero": ({**GPTQ, "sym": False}, gptq(32, version=1, has_zero=True), ""),

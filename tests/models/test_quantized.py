@@ -12,14 +12,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from compiled_engine.custom_ops.quant_pack import quantize_weight, unpacked_weight
+from compiled_engine.custom_ops.reference_fp4 import tile_scales
 from compiled_engine.errors import ConfigError
 from compiled_engine.models import CausalLM
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.quant_linear import QuantLinear
-from compiled_engine.models.quant_plan import LinearScheme, QuantPlan, matches, online_plan
+from compiled_engine.models.quant_plan import (
+    LinearScheme,
+    QuantPlan,
+    matches,
+    online_plan,
+    without_fp4_activations,
+)
 from compiled_engine.models.weights import init_dummy_weights, load_weights
 from tests.helpers.quant_case import CPU, ONLINE, logits, quantized_layer, quantized_model
 from tests.helpers.quant_checkpoints import (
+    FP4_VALUES,
     LAYOUTS,
     compressed_int4,
     fp8_channel,
@@ -40,6 +49,13 @@ def fake_quantized(x: Tensor, how: str) -> Tensor:
     if how == "int8":
         scale = x.abs().amax(-1, keepdim=True) / 127
         return (x / scale).round() * scale
+    if how.startswith("fp4"):
+        overall = x.abs().amax(-1, keepdim=True) / (6 * 448) if how == "fp4" else 0.01
+        groups = nn.functional.pad(x / overall, (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
+        scale = (groups.abs().amax(-1, keepdim=True) / 6).clamp(2**-9, 448).to(E4M3).float()
+        away = (groups.abs() / scale).unsqueeze(-1) - FP4_VALUES[:8]
+        nearest = FP4_VALUES[away.abs().argmin(-1)] * groups.sign() * scale
+        return nearest.flatten(-2)[..., : x.shape[-1]] * overall
     if how == "block":
         parts = [fake_quantized(part, "token") for part in x.split(128, -1)]
         return torch.cat(parts, -1)
@@ -80,6 +96,43 @@ def test_a_published_layout_means_the_dequantised_model(tmp_path: Path, layout: 
     # A code may fall to either side of a half where a scale was divided by or multiplied with.
     allowed = 0.05 if activations else 1e-4
     assert (got - expected).abs().max() <= allowed * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["compressed_nvfp4", "modelopt_nvfp4"])
+def test_4_bit_activations_are_left_out_where_no_product_takes_them(tmp_path: Path, layout: str):
+    config, spell, _ = LAYOUTS[layout]
+    folder = write_tiny_model(tmp_path / "model", family="qwen3", **SIZES)
+    meant = rewrite_quantized(folder, config, spell)
+    plan = load_model_config(folder).quantization
+    assert plan is not None
+    assert not plan.note
+    plan = without_fp4_activations(plan)
+    assert plan.note.startswith("activations stay as they are")
+    got = logits(quantized_model(folder, plan))
+    expected = logits(plain_twin(tmp_path / "twin", meant, ""))
+    assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
+    other = logits(quantized_model(folder, None))
+    assert (got - other).abs().max() > 0.01 * expected.abs().max()
+
+
+def test_scales_in_tiles_are_filled_part_by_part():
+    """Parts that end within a tile, one of them shorter than a tile; nothing is left as it was."""
+    parts, size = (70, 5, 96, 128), 200
+    scheme = LinearScheme(format="nvfp4", activation_format="nvfp4_token")
+    layer = QuantLinear(size, parts, scheme, has_bias=False)
+    layer.scale.view(torch.uint8).fill_(0x7F)  # not a number
+    weight = torch.randn(sum(parts), size, generator=torch.Generator().manual_seed(0))
+    start, scales, meant = 0, [], []
+    for rows in parts:
+        packed = quantize_weight(weight[start : start + rows], "nvfp4")
+        layer.fill(packed, start, rows)
+        scales.append(packed.scale.view(torch.uint8))
+        meant.append(unpacked_weight(packed, "nvfp4", size, torch.float32))
+        start += rows
+    assert layer.scale.shape == (384, 16)
+    expected = tile_scales(torch.cat(scales).view(E4M3))
+    assert torch.equal(layer.scale.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(layer.dequantized(torch.float32), torch.cat(meant))
 
 
 def test_the_activation_oracle_can_fail(tmp_path: Path):
@@ -316,7 +369,7 @@ def test_columns_that_do_not_divide_are_padded(tmp_path: Path):
 def test_a_layer_is_its_dequantised_product(name: str):
     layer = quantized_layer(name, 200, 40, has_bias=True)
     x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1))
-    how = {"fp8": "token", "fp8_block": "block", "int8": "int8"}.get(name, "")
+    how = {"fp8": "token", "fp8_block": "block", "int8": "int8", "nvfp4_w4a4": "fp4"}.get(name, "")
     expected = nn.functional.linear(
         fake_quantized(x, how) if how else x, layer.dequantized(torch.float32), layer.bias
     )
