@@ -104,7 +104,8 @@ def _dequantize_examples(dtype: torch.dtype, device: torch.device, seed: int) ->
 
 def _quantized_linear_examples(dtype: torch.dtype, device: torch.device, seed: int) -> Examples:
     random = _Random(dtype, device, seed)
-    cases = [(format, "") for format in WEIGHT_FORMATS] + [*SCALED_PAIRS, *FP4_PAIRS]
+    by_rows = [(format, "") for format in WEIGHT_FORMATS if format != TILED]
+    cases = [*by_rows, *SCALED_PAIRS, (TILED, ""), *FP4_PAIRS]
     found: Examples = []
     # tokens, outputs, size, then: bias, norm, residual, gate
     sizes = (
