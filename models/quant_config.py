@@ -120,7 +120,6 @@ def _gptq(section: Section, folder: Path) -> QuantPlan:
         "cache_block_outputs backend pack_dtype mse damp_auto_increment uri version"
     )
     section.one_of("bits", 4)
-    section.one_of("desc_act", None, False)
     section.one_of("pack_dtype", None, "int32")
     field = "checkpoint_format" if section.values.get("checkpoint_format") else "format"
     version = section.one_of(field, None, "gptq", "gptq_v2")
@@ -131,6 +130,7 @@ def _gptq(section: Section, folder: Path) -> QuantPlan:
         group_size=_group_size(section, "group_size"),
         has_zero=not is_symmetric,
         scale_dtype=_scale_dtype(folder, ".scales"),
+        has_order=section.one_of("desc_act", None, False, True) is True,
     )
     ignored = () if section.values.get("lm_head") else (HEAD,)
     return QuantPlan(method="gptq", rules=((("Linear",), scheme),), ignored=ignored)
@@ -239,7 +239,7 @@ def _compressed_scheme(
                 "observer_kwargs scale_dtype zp_dtype actorder"
             )
     weights.one_of("dynamic", None, False)
-    weights.one_of("actorder", None, False, "static", "weight")
+    has_order = weights.one_of("actorder", None, False, "static", "weight", "group", True)
     kind = (weights.values.get("type"), weights.values.get("num_bits"))
     if kind == ("float", 8):
         return _compressed_fp8(weights, inputs)
@@ -259,6 +259,7 @@ def _compressed_scheme(
             group_size=_group_size(weights, "group_size") if strategy == "group" else 0,
             has_zero=weights.one_of("symmetric", True, False) is False,
             scale_dtype=_scale_dtype(folder, ".weight_scale"),
+            has_order=has_order in ("group", True),
         )
         return scheme, ""
     weights.refuse("num_bits", f"is {kind[1]!r} of type {kind[0]!r}; supported are 4 and 8")

@@ -40,6 +40,7 @@ class Sizes(NamedTuple):
         stored: columns ours is stored with.
         has_zero: int4: it has codes that mean 0.
         is_static: the input's scale is a part of it.
+        has_order: the group of each column is a part of it.
     """
 
     rows: int
@@ -49,6 +50,7 @@ class Sizes(NamedTuple):
     stored: int
     has_zero: bool
     is_static: bool
+    has_order: bool
 
     @property
     def groups(self) -> int:
@@ -217,6 +219,8 @@ def _int32_columns_expected(sizes: Sizes) -> dict[str, Expected]:
         "weight_scale": Expected(((n, sizes.groups),), FLOATS),
         "weight_shape": Expected(((2,),), (torch.int64, torch.int32), is_optional=True),
     }
+    if sizes.has_order:
+        found["weight_g_idx"] = Expected(((k,),), (torch.int32, torch.int64))
     if sizes.has_zero:
         zeros = (-(-n // _PER_INT32), sizes.groups)
         found["weight_zero_point"] = Expected((zeros,), (torch.int32,))
@@ -229,7 +233,7 @@ def _int32_columns_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
         raise ConfigError(
             f"weight_shape is {shape.tolist()}, not {[sizes.rows, sizes.columns]}", param="model"
         )
-    codes = _nibbles(tensors["weight_packed"])[:, : sizes.columns]
+    codes = _in_order(_nibbles(tensors["weight_packed"])[:, : sizes.columns], sizes, tensors)
     zero = None
     if sizes.has_zero:  # packed along the rows
         zero = _nibbles(tensors["weight_zero_point"].T).T[: sizes.rows]
@@ -242,8 +246,35 @@ def _gptq_expected(sizes: Sizes) -> dict[str, Expected]:
         "qweight": Expected(((k // _PER_INT32, n),), (torch.int32,)),
         "qzeros": Expected(((groups, n // _PER_INT32),), (torch.int32,)),
         "scales": Expected(((groups, n),), FLOATS),
-        "g_idx": Expected(((k,),), (torch.int32,), is_optional=True),
+        "g_idx": Expected(((k,),), (torch.int32,), is_optional=not sizes.has_order),
     }
+
+
+def column_order(sizes: Sizes, tensors: Tensors) -> Tensor | None:
+    """Columns sorted by their groups, int64 [k]; None where groups are of neighbours.
+
+    Raises:
+        ConfigError: the groups are not of the size that the config says.
+    """
+    if not sizes.has_order:
+        return None
+    index = tensors["g_idx" if "g_idx" in tensors else "weight_g_idx"].long()
+    order = index.argsort(stable=True)
+    if not torch.equal(index[order], _neighbours(sizes, index.device)):
+        raise ConfigError(
+            f"g_idx does not give every group {sizes.group} columns", param="quantization_config"
+        )
+    return order
+
+
+def _neighbours(sizes: Sizes, device: torch.device) -> Tensor:
+    """The group of each column where groups are of neighbours."""
+    return torch.arange(sizes.columns, device=device) // sizes.group
+
+
+def _in_order(codes: Tensor, sizes: Sizes, tensors: Tensors) -> Tensor:
+    order = column_order(sizes, tensors)
+    return codes if order is None else codes[:, order]
 
 
 def _gptq_packed(offset: int) -> Callable[[Sizes, Tensors], PackedWeight]:
@@ -251,14 +282,14 @@ def _gptq_packed(offset: int) -> Callable[[Sizes, Tensors], PackedWeight]:
 
     def packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
         index = tensors.get("g_idx")
-        if index is not None:
-            columns = torch.arange(sizes.columns, device=index.device)
-            if not torch.equal(index.long(), columns // sizes.group):
-                raise ConfigError(
-                    "g_idx sorts the columns by activation order, which is not supported",
-                    param="quantization_config",
-                )
-        codes = _nibbles(tensors["qweight"].T)
+        is_plain = index is None or torch.equal(index.long(), _neighbours(sizes, index.device))
+        if not is_plain and not sizes.has_order:
+            raise ConfigError(
+                "g_idx sorts the columns by activation order; the config says it does not "
+                "(desc_act)",
+                param="quantization_config",
+            )
+        codes = _in_order(_nibbles(tensors["qweight"].T), sizes, tensors)
         # A zero of 0, less one, is stored as 15.
         zero = (_nibbles(tensors["qzeros"]).T + offset) & 15
         if not sizes.has_zero and not bool((zero == 8).all()):

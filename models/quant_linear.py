@@ -45,10 +45,14 @@ class QuantLinear(nn.Module):
         scale: scales, as the format says.
         zero, global_scale: further numbers of some formats, or None.
         input_scale: fp32 [1], scale of the input where it is a static one, or None.
+        input_order: int64 [k], the column of the input that each column of the weight takes, where
+            groups are not of neighbours; else None.
         fixed_dtypes: names of the parameters whose dtype does not follow the model's.
     """
 
-    fixed_dtypes = frozenset({"weight", "scale", "zero", "global_scale", "input_scale"})
+    fixed_dtypes = frozenset(
+        {"weight", "scale", "zero", "global_scale", "input_scale", "input_order"}
+    )
 
     def __init__(
         self, in_features: int, part_rows: tuple[int, ...], scheme: LinearScheme, has_bias: bool
@@ -71,11 +75,15 @@ class QuantLinear(nn.Module):
         self.zero = _frozen(num_rows, num_groups, dtype=torch.uint8) if scheme.has_zero else None
         self.global_scale = _frozen(num_rows, 1) if scheme.format in _TWO_SCALES else None
         self.input_scale = _frozen(1) if scheme.activation_format in _STATIC else None
+        has_order = scheme.has_order
+        self.input_order = _frozen(in_features, dtype=torch.int64) if has_order else None
         self.bias = nn.Parameter(torch.empty(num_rows)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in_features] to [T, out_features] in the dtype of `x`."""
         size, dtype = self.in_features, x.dtype
+        if self.input_order is not None:
+            x = x.index_select(1, self.input_order)
         if self.activation_format:
             q, scale, *more = quantize(x, self.activation_format, self.input_scale)
             layout = activation_layout(self.activation_format)
@@ -83,7 +91,7 @@ class QuantLinear(nn.Module):
         return nn.functional.linear(x, self.dequantized(dtype), self.bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight [n, k] in `dtype`."""
+        """The weight [n, k] in `dtype`, its columns in the order in which they are stored."""
         parts = self.weight, self.scale, self.zero, self.global_scale
         return dequantize(*parts, self.format, self.in_features, dtype)
 

@@ -45,6 +45,7 @@ class LinearScheme:
         group_size: int4_group: columns that share a scale; 0 is all.
         has_zero: int4_group: codes that mean 0 are stored.
         scale_dtype: int4_group: dtype of the scales.
+        has_order: int4_group: which columns share a group is stored; ours are sorted by it.
     """
 
     format: str
@@ -53,6 +54,7 @@ class LinearScheme:
     group_size: int = 0
     has_zero: bool = False
     scale_dtype: str = "bfloat16"
+    has_order: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def test_greedy_answers_equal_the_model_itself(tmp_path: Path, name: str):
         assert answer == reference_greedy(engine, prompt, GREEDY.max_tokens or 0)
 
 
-@pytest.mark.parametrize("layout", ["deepseek_fp8", "modelopt_nvfp4", "awq"])
+@pytest.mark.parametrize("layout", ["deepseek_fp8", "modelopt_nvfp4", "awq", "gptq_order"])
 def test_a_published_checkpoint_is_served(tmp_path: Path, layout: str):
     config, spell, _ = LAYOUTS[layout]
     folder = write_tiny_model(tmp_path, family="qwen3")

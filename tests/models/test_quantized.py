@@ -90,6 +90,8 @@ def test_a_published_layout_means_the_dequantised_model(tmp_path: Path, layout: 
         last = name.rpartition(".")[2]
         parts = [f"{path}.{part}.weight" for part in model.packed_modules.get(last, (last,))]
         expected = torch.cat([meant[part] for part in parts])
+        if module.input_order is not None:
+            expected = expected[:, module.input_order]
         torch.testing.assert_close(module.dequantized(torch.float32), expected, rtol=1e-6, atol=0)
     twin = plain_twin(tmp_path / "twin", meant, activations)
     got, expected = logits(model), logits(twin)
@@ -249,7 +251,7 @@ def in_inputs(layout: str, **fields: Any) -> dict[str, Any]:
     ("config", "said"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported is 'fp8'"),
-        (changed("gptq", desc_act=True), "desc_act is True"),
+        (changed("gptq", desc_act="yes"), "desc_act is 'yes'"),
         (changed("gptq", bits=3), "bits is 3; supported is 4"),
         (changed("gptq", dynamic={"-:lm_head": {}}), "dynamic is .* nobody knows here"),
         (changed("gptq", group_size=20), "group_size is 20"),
@@ -263,7 +265,7 @@ def in_inputs(layout: str, **fields: Any) -> dict[str, Any]:
         (changed("compressed_int4", sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24"),
         (changed("compressed_int4", format="marlin-24"), "format is 'marlin-24'"),
         (in_weights("compressed_int4", num_bits=3), "num_bits is 3"),
-        (in_weights("compressed_int4", actorder="group"), "actorder is 'group'"),
+        (in_weights("compressed_int4", actorder="any"), "actorder is 'any'"),
         (in_weights("compressed_int8", symmetric=False), "symmetric is False"),
         (in_inputs("compressed_int8", dynamic=False), "dynamic is False"),
         (in_inputs("compressed_fp8_channel", num_bits=4), "num_bits is 4"),
@@ -321,17 +323,48 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path: Path):
     assert "does not mean: model.layers.0.mlp.down_proj.weight" in message
 
 
-def test_sorted_columns_are_refused(tmp_path: Path):
-    config, spell, _ = LAYOUTS["gptq"]
+@pytest.mark.parametrize(
+    ("layout", "change", "said"),
+    [
+        (
+            "gptq",
+            lambda index, _: index.flip(0),
+            "g_idx sorts the columns by activation order; the",
+        ),
+        ("gptq_order", lambda index, _: index * 0, "g_idx does not give every group 32 columns"),
+        (
+            "gptq_order",
+            lambda index, rows: index.roll(7) if rows == 96 else index,  # k and v
+            "k_proj: its columns are in another order than those of the layers beside it",
+        ),
+    ],
+    ids=["not said", "groups", "parts"],
+)
+def test_orders_of_columns_that_cannot_be_right_are_refused(
+    tmp_path: Path, layout: str, change: Any, said: str
+):
+    config, spell, _ = LAYOUTS[layout]
 
-    def shuffled(weight: Tensor) -> Any:
+    def changed_order(weight: Tensor) -> Any:
         spelled, meant = spell(weight)
-        return {**spelled, "g_idx": spelled["g_idx"].flip(0)}, meant
+        return {**spelled, "g_idx": change(spelled["g_idx"], weight.shape[0])}, meant
 
     folder = write_tiny_model(tmp_path, family="qwen3", **SIZES)
-    rewrite_quantized(folder, config, shuffled)
-    with pytest.raises(ConfigError, match=r"q_proj: g_idx sorts the columns"):
+    rewrite_quantized(folder, config, changed_order)
+    with pytest.raises(ConfigError, match=said):
         quantized_model(folder, None)
+
+
+def test_random_weights_in_activation_order(tmp_path: Path):
+    config, spell, _ = LAYOUTS["gptq_order"]
+    folder = write_tiny_model(tmp_path, family="qwen3", **SIZES)
+    rewrite_quantized(folder, config, spell)
+    model = quantized_model(folder, None)
+    order = model.layers[0].self_attn.qkv_proj.input_order
+    assert order.sort().values.tolist() == list(range(192))
+    init_dummy_weights(model, 0)
+    assert order.tolist() == list(range(192))
+    assert logits(model).isfinite().all()
 
 
 def test_scales_of_keys_and_values_are_known_tensors(tmp_path: Path):

@@ -126,6 +126,22 @@ def test_few_rows_with_a_static_scale():
     assert given["input_scale"].meta["val"].shape == (1,)
 
 
+def test_columns_in_another_order_are_the_input_of_the_op():
+    layer = quantized_layer("int4", K, N)
+    order = torch.randperm(K, generator=torch.Generator().manual_seed(0))
+    layer.input_order = nn.Parameter(order, requires_grad=False)
+
+    def function(layer: QuantLinear, x: Tensor, norm: Tensor) -> Tensor:
+        return layer(rms_norm(x, norm, EPS))
+
+    found = run(function, layer, normal(T, K), normal(K, seed=1))
+    assert found.matches(FEW) == 1
+    (node,) = calls_of(found.after, ce.quantized_linear.default)
+    given = bound(node)
+    assert given["norm_weight"] is None, "it stands before the columns are moved"
+    assert given["x"].target is not ce.rms_norm.default
+
+
 def test_4_bit_activations_with_a_static_scale():
     layer = quantized_layer("nvfp4_w4a4", K, N)
     layer.activation_format = "nvfp4_tensor"
