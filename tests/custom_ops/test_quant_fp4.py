@@ -91,6 +91,31 @@ def test_interpreted_kernels_equal_the_references():
     run_interpreted("tests.helpers.interpreted_fp4")
 
 
+@pytest.mark.parametrize("arch", [90, 100])
+def test_the_quantiser_compiles(arch: int):
+    """For a device that is not here: what the interpreter takes is not all that a compiler does."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from compiled_engine.custom_ops.quant_fp4_triton import _quantize_kernel as kernel
+
+    constants = {
+        "SIZE": 200, "STORED": 224, "TILED_GROUPS": 16, "BLOCK": 256, "ROWS": 2, "HAS_NORM": True,
+        "HAS_STATIC": False, "LEAST": 2.0**-64, "ROUND_FIRST": False, "PDL": True,
+    }  # fmt: skip
+    signature = {
+        "x": "*bf16", "weight": "*bf16", "static_scale": "*fp32", "q": "*u8", "scale": "*u8",
+        "token_scale": "*fp32", "num_rows": "i32", "eps": "fp32", "x_stride": "i32",
+    } | dict.fromkeys(constants, "constexpr")  # fmt: skip
+    assert list(signature) == kernel.arg_names
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 2})
+    assert "cvt.rn.satfinite.e4m3x2.f32" in made.asm["ptx"]
+    assert ".local" not in made.asm["ptx"]
+
+
 def operands(
     num_tokens: int, rows: int, size: int, device: str = "cpu", **more: Any
 ) -> QuantOperands:
