@@ -29,10 +29,12 @@ h3 { font-size: 16px; margin: 26px 0 2px; }
 a { color: var(--series-0); margin-right: 14px; }
 .facts { margin: 2px 0 8px; color: var(--quiet); overflow-wrap: anywhere; }
 .plot { background: var(--tile); border-radius: 8px; padding: 10px; max-width: 820px; }
-.many { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 12px; }
+.many { display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 12px; }
 figure { margin: 0; background: var(--tile); border-radius: 8px; padding: 8px; min-width: 0; }
 figcaption { font-size: 12px; color: var(--quiet); overflow-wrap: anywhere; }
+.plot { overflow-x: auto; }
 svg { display: block; width: 100%; height: auto; }
+.plot svg { min-width: 520px; }
 svg text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--text); }
 svg .tick, svg .axis { fill: var(--quiet); }
 svg .note { font-size: 11px; }

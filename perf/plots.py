@@ -168,10 +168,12 @@ def histories(rows: Sequence[Row], keys: Sequence[tuple[str, str]]) -> list[tupl
             name=key,
             points=[(float(n + 1), r.value) for n, r in enumerate(own)],
             spreads=[r.spread for r in own],
-            labels=[r.commit for r in own] if len(own) < 6 else (),
         )
         plot = svg.chart(
-            Axis(label="run"), Axis(label=own[-1].unit), [series], title=f"{key} over runs"
+            Axis(label="run", is_whole=True),
+            Axis(label=own[-1].unit),
+            [series],
+            title=f"{key} over runs",
         )
         found.append((f"{scenario}: {key}", plot))
     return found[:MAX_HISTORIES]

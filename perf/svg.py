@@ -14,6 +14,7 @@ WIDTH, HEIGHT = 640, 330
 LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 44
 NUM_COLOURS = 6
 BAR_HEIGHT, LABEL_WIDTH = 24, 190
+CHARACTER_WIDTH = 6.2  # of the notes, about
 
 Point = tuple[float, float]
 
@@ -40,11 +41,11 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis: what it says, and how it is scaled."""
+    """One axis: what it says, how it is scaled, and whether only whole numbers have a tick."""
 
     label: str
     is_log: bool = False
-    from_zero: bool = False
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class _Scale:
     start: float
     end: float
     is_log: bool
+    is_whole: bool = False
 
     def place(self, value: float) -> float:
         """Where a value lies, in the drawing's units."""
@@ -66,7 +68,8 @@ class _Scale:
     def ticks(self) -> list[float]:
         """Round values within the scale."""
         if not self.is_log:
-            return _linear_ticks(self.low, self.high)
+            ticks = _linear_ticks(self.low, self.high)
+            return [t for t in ticks if not self.is_whole or t == round(t)]
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         steps = (1, 2, 5) if len(decades) < 5 else (1,)
         ticks = [step * 10.0**decade for decade in decades for step in steps]
@@ -107,9 +110,8 @@ def _scale(values: Sequence[float], axis: Axis, start: float, end: float) -> _Sc
     low, high = min(values), max(values)
     if axis.is_log:
         return _Scale(low / 1.35, high * 1.35, start, end, is_log=True)
-    low = min(0.0, low) if axis.from_zero else low
     room = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-    return _Scale(low if axis.from_zero else low - room, high + room, start, end, is_log=False)
+    return _Scale(low - room, high + room, start, end, is_log=False, is_whole=axis.is_whole)
 
 
 def _grid(across: _Scale, up: _Scale) -> list[str]:
@@ -152,10 +154,10 @@ def _drawn(entry: Series, colour: int, across: _Scale, up: _Scale) -> list[str]:
                 f"{short(entry.points[number][1])}</title></circle>"
             )
             if label:
-                is_right = px > WIDTH - 130
-                anchor, at = ("end", px - 8) if is_right else ("start", px + 8)
+                is_right = px + CHARACTER_WIDTH * len(label) + 8 > WIDTH
+                anchor, at, up_by = ("end", px - 8, -15) if is_right else ("start", px + 8, 7)
                 parts.append(
-                    f'<text class="note" x="{at:.1f}" y="{py - 7:.1f}" text-anchor="{anchor}">'
+                    f'<text class="note" x="{at:.1f}" y="{py - up_by:.1f}" text-anchor="{anchor}">'
                     f"{escape(label)}</text>"
                 )
     return [*parts, "</g>"]
@@ -211,7 +213,7 @@ def waterfall(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, title:
 
 def short(value: float) -> str:
     """A number in few characters."""
-    for size, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, sign in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
-            return f"{value / size:.3g} {sign}" if sign != "k" else f"{value / size:.4g}k"
-    return f"{value:.3g}"
+            return f"{value / size:.4g} {sign}"
+    return f"{value:.4g}"
