@@ -32,7 +32,7 @@ class Options:
 
 def run(options: Options, note: Note) -> Outcome:
     """Measures; raises SystemExit with the bench's own words if it fails."""
-    measured = []
+    measured: list[Measured] = []
     for name in options.only.split(",") if options.only else FAMILIES:
         note(name)
         document = bench(name, options.num_repeats)

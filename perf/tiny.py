@@ -7,6 +7,7 @@ what the tests have proven right.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,7 +51,7 @@ FAMILIES = MappingProxyType({"qwen3": CONFIG, "qwen3_moe": CONFIG | SPARSE})
 NUM_TOKENS = 260  # of the tokenizer: the last ids of the vocabulary mean nothing
 
 # What the tests build their engines with, besides dtype and device.
-ENGINE = MappingProxyType(
+ENGINE: Mapping[str, Any] = MappingProxyType(
     {
         "max_model_len": 256,
         "max_num_seqs": 20,
