@@ -30,6 +30,7 @@ from perf.judge import (
     write_recorded,
 )
 from perf.rows import ROOT, Outcome, Row, newest_run, read_rows, write_rows
+from perf.stopping import Stopped, stoppable
 from perf.suites import SUITES, chosen, run_suite
 
 SCENARIOS = (
@@ -165,7 +166,12 @@ def run_scenario(args: argparse.Namespace, folder: Path) -> int:
         raise SystemExit(f"--num-repeats is {args.num_repeats}; allowed is at least 1")
     if args.output_len is not None and args.output_len < 2:
         raise SystemExit(f"--output-len is {args.output_len}; allowed is at least 2")
-    rows, outcome = measure(args.scenario, vars(args))
+    try:
+        with stoppable():
+            rows, outcome = measure(args.scenario, vars(args))
+    except Stopped:
+        print(f"{args.scenario}: stopped by a signal; nothing of it is kept", file=sys.stderr)
+        return 1
     if rows:
         print(f"appended to {write_rows(rows, folder)}", file=sys.stderr)
         for name, text in outcome.documents.items():

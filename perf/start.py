@@ -30,8 +30,6 @@ NUM_COLD = 1
 Note = Callable[[str], None]
 CLI = (sys.executable, "-m", "compiled_engine.cli")
 _PHASE = re.compile(r"^(\w[\w ,+-]*): done in ([\d.]+) s", re.MULTILINE)
-# Lines of the start table: a name, then seconds.
-_ENTRY = re.compile(r"^ {2,}(\w[\w ,+-]*?) {2,}([\d.]+) s\b", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +118,8 @@ async def _first_token(url: str) -> None:
 
 
 def phases(text: str) -> dict[str, float]:
-    """Seconds by name: of the start table where there is one, else of the phases."""
-    found = _ENTRY.findall(text) or _PHASE.findall(text)
-    return {name: float(seconds) for name, seconds in found}
+    """Seconds of each phase that a server says it has done."""
+    return {name: float(seconds) for name, seconds in _PHASE.findall(text)}
 
 
 def compiles_when_warm(arguments: Sequence[str]) -> int:

@@ -259,7 +259,7 @@ def test_markdown_puts_targets_beside_the_newest_values(tmp_path):
     line = "| decode_step_over_floor | 1 |  | 1.3 | 1.3 to 1.3 | ratio | ≤ 1.15 | above 1.15 |"
     assert line in text
     assert text.count("**Void**") == 1
-    assert "python -m perf run gpu_step" in text
+    assert "python -m perf run --suite h200 --only step" in text
 
 
 def test_the_readme_is_what_the_rows_say(tmp_path):
@@ -394,3 +394,58 @@ def test_recorded_file_guards_rows_of_scenarios_that_exist():
         for entries in scenarios.values():
             for entry in entries.values():
                 assert Recorded(**entry).runs, "whoever records names the runs"
+
+
+def test_phases_of_a_start_are_those_that_a_server_prints():
+    from perf.start import phases
+
+    text = "loading ...\nloading: done in 1.5 s\ncompiling: done in 20.0 s\nready after 22 s: http"
+    assert phases(text) == {"loading": 1.5, "compiling": 20.0}
+
+
+def test_turns_of_an_agent_are_counted_apart():
+    from compiled_engine.bench.stats import RequestRecord
+    from perf.agentic import Turn, rows, take
+
+    turns = [Turn(index, RequestRecord(sent_s=float(index))) for index in (0, 1, 2)]
+    for turn in turns:
+        start = turn.record.sent_s
+        for n, place in enumerate((0.2, 0.4, 0.6)):
+            take({"choices": [{"token_ids": [n]}]}, turn, start + place / (1 + turn.index))
+        details = {"cached_tokens": 0 if turn.index == 0 else 90}
+        usage = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": details}
+        take({"choices": [], "usage": usage}, turn, start + 1.0)
+    assert [turn.answer for turn in turns] == [[0, 1, 2]] * 3
+    found = {(row.metric, row.case): row.values for row in rows(turns, 1, 3.0)}
+    assert found["agentic_ttft_ms", "first turn"] == [pytest.approx(200.0)]
+    assert found["agentic_ttft_ms", "later turns"] == [pytest.approx(100.0), pytest.approx(200 / 3)]
+    assert found["agentic_cached_share", ""] == [0.9], "of the later turns"
+    assert found["agentic_total_tok_s", ""] == [pytest.approx(103.0)]
+    with pytest.raises(SystemExit, match="failed"):
+        take({"error": "boom"}, turns[0], 0.0)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_suite_runs_every_part_and_tells_which_failed(code, monkeypatch, capsys):
+    import subprocess
+
+    from perf.suites import run_suite
+
+    commands = []
+
+    class Child:
+        def __init__(self, command):
+            commands.append(command)
+
+        def wait(self):
+            return code if "cpu_step" in commands[-1] else 0
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    parts = chosen("cpu", "step,passes")
+    assert run_suite(parts, ["--machine", "box"], ["--num-repeats", "2"]) == (1 if code else 0)
+    words = [command[3:] for command in commands]
+    assert words == [
+        ["--machine", "box", "run", "passes", "--num-repeats", "2"],
+        ["--machine", "box", "run", "cpu_step", "--num-repeats", "2"],
+    ]
+    assert ("failed or left out: step" in capsys.readouterr().err) == bool(code)
