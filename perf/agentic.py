@@ -109,7 +109,9 @@ def run(options: Options, note: Note) -> Outcome:
     with tempfile.TemporaryDirectory() as place:
         model, flags = prepared(options.model, Path(place))
         command = [sys.executable, "-m", "compiled_engine.cli", "serve", model]
-        command += ["--port", "{port}", *flags, "--max-model-len", str(longest + 16)]
+        command += ["--port", "{port}", *flags]
+        if sizes is GPU_SIZES:
+            command += ["--max-model-len", str(longest + 16)]
         measured = []
         note("starting the server")
         with ServerProcess("ours", command, ready_path="/ready") as server:

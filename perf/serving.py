@@ -44,7 +44,7 @@ class Options:
 def run(options: Options, note: Note) -> Outcome:
     """Measures; raises SystemExit if the server does not start or a request fails."""
     command = [sys.executable, "-m", "compiled_engine.cli", "serve", options.model]
-    command += ["--port", "{port}", "--max-num-seqs", str(max(IN_FLIGHT))]
+    command += ["--port", "{port}"]
     measured = []
     note("starting the server")
     with ServerProcess("ours", command, ready_path="/ready") as server:
