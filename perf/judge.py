@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,14 @@ class Recorded:
     Attributes:
         value: median over the runs.
         margin: share of the value that a row may differ by; 0 for counts.
-        runs: that gave both.
+        runs: that gave both; of a count the newest.
+        values: of these runs; of a count none.
     """
 
     value: float
     margin: float = 0.0
-    runs: Sequence[str] = field(default=())
+    runs: Sequence[str] = ()
+    values: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +122,19 @@ def record(runs: Sequence[Sequence[Row]]) -> dict[str, Recorded]:
 
 def _recorded(rows: Sequence[Row]) -> Recorded:
     middle = statistics.median(row.value for row in rows)
-    run_ids = tuple(row.run_id for row in rows)
     if rows[0].unit in COUNTS or not middle:
-        return Recorded(value=middle, runs=run_ids)
+        if any(row.value != middle for row in rows):
+            found = ", ".join(f"{row.value:g}" for row in rows)
+            raise SystemExit(f"{rows[0].key} is no count that a gate can hold: {found}")
+        return Recorded(value=middle, runs=(rows[-1].run_id,))
     between = 2 * max(abs(row.value - middle) for row in rows)
     within = max((row.spread[1] - row.spread[0]) / 2 for row in rows)
-    return Recorded(value=middle, margin=round(max(between, within) / abs(middle), 4), runs=run_ids)
+    return Recorded(
+        value=float(f"{middle:.4g}"),
+        margin=round(max(between, within) / abs(middle), 4),
+        runs=tuple(row.run_id for row in rows),
+        values=tuple(float(f"{row.value:.4g}") for row in rows),
+    )
 
 
 def noise(row: Row, recorded: Recorded | None) -> float:
@@ -172,4 +181,25 @@ def write_recorded(
     kept = stored.setdefault(machine, {}).setdefault(scenario, {})
     kept |= {key: asdict(entry) for key, entry in entries.items()}
     stored[machine][scenario] = dict(sorted(kept.items()))
-    path.write_text(json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
+    path.write_text(_lines(stored))
+
+
+def _lines(stored: Mapping[str, Any]) -> str:
+    """As JSON, a line each entry, so that a diff shows what changed."""
+
+    def block(parts: Sequence[str], indent: str) -> str:
+        inner = ",\n".join(f"{indent} {part}" for part in parts)
+        return f"{{\n{inner}\n{indent}}}"
+
+    def line(key: str, entry: Mapping[str, Any]) -> str:
+        kept = {name: value for name, value in entry.items() if value or name == "value"}
+        return f"{json.dumps(key)}: {json.dumps(kept)}"
+
+    machines = []
+    for machine, scenarios in sorted(stored.items()):
+        parts = [
+            f"{json.dumps(name)}: {block([line(*pair) for pair in entries.items()], '  ')}"
+            for name, entries in sorted(scenarios.items())
+        ]
+        machines.append(f"{json.dumps(machine)}: {block(parts, ' ')}")
+    return block(machines, "") + "\n"

@@ -332,9 +332,11 @@ def test_counts_have_no_margin():
         Measured(metric="graph_breaks", unit="count", values=[value]).row(scenario="ci", **origin)
         for value in (3, 3, 4)
     ]
-    (entry,) = record([rows]).values()
+    (entry,) = record([rows[:1], rows[1:2]]).values()
     assert (entry.value, entry.margin) == (3, 0.0)
     assert judge(rows[2], None, entry).has_failed
+    with pytest.raises(SystemExit, match="no count that a gate can hold: 3, 3, 4"):
+        record([rows])
     assert not judge(rows[0], None, entry).has_failed
 
 

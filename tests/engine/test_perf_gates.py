@@ -162,5 +162,5 @@ def test_margins_of_ratios_are_written_down_with_their_runs():
     assert {"compiled_step_over_eager", "warm_prefix_over_cold", "warm_over_cold_start"} <= set(
         ratios
     )
-    assert all(len(entry.runs) >= 5 for entry in ratios.values())
+    assert all(len(entry.values) == len(entry.runs) >= 5 for entry in ratios.values())
     assert all(isinstance(entry, Recorded) for entry in recorded.values())
