@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from perf.decode import Driver, Progress, settle
 from perf.qwen3_8b import Prompts
@@ -113,11 +114,11 @@ def counted_bytes(engine: Any) -> Iterator[tuple[list[int], list[int]]]:
         received.append(record.rows.nbytes + 8 * len(record.counts))
         return record
 
-    executor.launch, executor.outbox.read = counted_launch, counted_read
-    try:
+    with (
+        patch.object(executor, "launch", counted_launch),
+        patch.object(executor.outbox, "read", counted_read),
+    ):
         yield sent, received
-    finally:
-        del executor.launch, executor.outbox.read
 
 
 def count_allocations(work: Callable[[], None]) -> int:
