@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_engine.compile.torch_compat import raw_stream
+
 # What the library may use beside the operands, bytes; its kernels that split the columns need it.
 WORKSPACE_BYTES = 32 * 1024**2
 # Tokens from which proposals are timed: a product takes much longer than its launch then.
@@ -155,7 +157,7 @@ def _multiply(plan: _Plan, algorithm: _Algorithm, call: _Call, workspace: Tensor
         ctypes.byref(algorithm),
         ctypes.c_void_p(workspace.data_ptr()),
         ctypes.c_size_t(WORKSPACE_BYTES),
-        ctypes.c_void_p(torch.cuda.current_stream(call.x.device).cuda_stream),
+        ctypes.c_void_p(raw_stream(call.x.device.index)),
     )
     _check(status, "cublasLtMatmul")
 
