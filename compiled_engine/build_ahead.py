@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import IO
 
@@ -37,6 +38,9 @@ Report = Callable[[str, int, int], None]
 
 def num_jobs(config: EngineConfig, device: torch.device) -> int:
     """Processes that compile for a start: as asked for, or what suits the device."""
+    # What one process measures the others would disturb.
+    if config.kernel_objective == "autotune" or config.kernel_config is not None:
+        return 1
     if config.compile_jobs is not None:
         return config.compile_jobs
     if device.type != "cuda":
@@ -63,7 +67,6 @@ def building_ahead(
         return
     total = _num_parts(config, device)
     jobs = min(jobs, total)
-    # What one of them measures would be disturbed by the others.
     text = config_to_json(replace(config, compile_jobs=1))
     with tempfile.TemporaryFile() as errors, ThreadPoolExecutor(jobs) as pool:
         workers = [_launch(text, index, jobs, errors) for index in range(jobs)]
@@ -73,8 +76,7 @@ def building_ahead(
             yield lambda: _wait(workers, [reader.result for reader in readers], errors)
         finally:
             for worker in workers:
-                worker.kill()
-                worker.wait()
+                _end(worker)
 
 
 def _is_missing(config: EngineConfig) -> bool:
@@ -99,8 +101,20 @@ def _num_parts(config: EngineConfig, device: torch.device) -> int:
 def _launch(text: str, index: int, count: int, errors: IO[bytes]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "compiled_engine.build_worker", text, str(index), str(count)]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
     )
+
+
+def _end(worker: subprocess.Popen[str]) -> None:
+    """Ends a process and the compilers that it has launched, which hold its output open."""
+    with suppress(ProcessLookupError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
 
 
 class _Counter:
@@ -121,6 +135,7 @@ class _Counter:
             self._done += 1
             label = f"{json.loads(line)['part']}, in a process"
             self._report(label, min(self._done, self._total), self._total)
+        worker.stdout.close()
 
 
 def _wait(

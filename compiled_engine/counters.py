@@ -28,6 +28,7 @@ class CompileCounters:
         num_expansions: semantic ops that no pass took.
         num_loaded_kernels: those of loaded pieces.
         pass_seconds: time by pass name.
+        piece_seconds: time by piece until its first call returned.
     """
 
     num_graphs: int = 0
@@ -42,6 +43,7 @@ class CompileCounters:
     num_loaded_kernels: int = 0
     num_matches: dict[str, int] = field(default_factory=dict)
     pass_seconds: dict[str, float] = field(default_factory=dict)
+    piece_seconds: dict[str, float] = field(default_factory=dict)
 
     def count_pass(self, name: str, matches: int, seconds: float) -> None:
         """Adds one run of a pass over one graph."""
@@ -57,6 +59,11 @@ class CompileCounters:
         self.num_loaded_kernels += num_kernels
         for name, count in num_matches.items():
             self.num_matches[name] = self.num_matches.get(name, 0) + count
+
+    def matches_since(self, before: dict[str, int]) -> dict[str, int]:
+        """Matches by pass beyond those of `before`, an earlier copy of `num_matches`."""
+        found = {n: count - before.get(n, 0) for n, count in self.num_matches.items()}
+        return {name: count for name, count in found.items() if count}
 
     @contextmanager
     def expect(self, **changes: int) -> Iterator[None]:

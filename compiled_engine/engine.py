@@ -20,6 +20,7 @@ from compiled_engine.compile.torch_compat import has_own_kernel
 from compiled_engine.config import EngineConfig
 from compiled_engine.custom_ops import ALL_OPS
 from compiled_engine.custom_ops.quant import QUANT_OPS
+from compiled_engine.custom_ops.registry import Target
 from compiled_engine.device import pick_device
 from compiled_engine.grammar import GrammarService
 from compiled_engine.grammar_compiler import TokenTable
@@ -120,7 +121,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
 
     with building_ahead(replace(config, model=str(folder)), device, report) as wait_for_build:
         with driver.times.measure("load"):
-            model_config = model_config_of(config, folder)
+            model_config = model_config_of(config, folder, Target.of(device))
             model = _load_model(config, model_config, folder, device, progress)
         with driver.times.measure("processes that compile"):
             wait_for_build()

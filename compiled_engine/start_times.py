@@ -88,7 +88,10 @@ class StartTimes:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started; 0 where the system does not say."""
+    """Seconds since this process was started; 0 where the system does not say.
+
+    Of a process that others waited in before it became this program, those seconds count too.
+    """
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

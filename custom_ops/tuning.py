@@ -19,7 +19,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class KernelTuner:
         self._folder = folder
         self._entries: dict[str, Measured] = {}
         self._generation = ""
+        self._is_warned = False
         self.num_known = 0
         self.num_measured = 0
         self.seconds = 0.0
@@ -115,12 +116,13 @@ class KernelTuner:
     def _load(self) -> None:
         self._generation, self._entries = self._read()
         if not self._generation:
-            with self._locked():
+            with self._locked() as can_write:
                 # Another process may have been faster.
                 self._generation, self._entries = self._read(is_quiet=True)
                 if not self._generation:
                     self._generation = uuid.uuid4().hex
-                    self._write()
+                    if can_write:
+                        self._write()
 
     def _read(self, *, is_quiet: bool = False) -> tuple[str, dict[str, Measured]]:
         """Generation and entries of the file; none if it is not there or damaged."""
@@ -145,13 +147,14 @@ class KernelTuner:
             return "", {}
 
     def _store(self, key: str, measured: Measured) -> None:
-        with self._locked():
+        with self._locked() as can_write:
             generation, others = self._read(is_quiet=True)
             if generation == self._generation:
                 self._entries = others | self._entries
             # Another process may have measured meanwhile: one answer for all.
             self._entries.setdefault(key, measured)
-            self._write()
+            if can_write:
+                self._write()
 
     def _write(self) -> None:
         entries = {
@@ -164,15 +167,36 @@ class KernelTuner:
             "entries": entries,
         }
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
-        temporary.replace(self.path)
+        try:
+            temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
+            temporary.replace(self.path)
+        except OSError as error:  # a full disk
+            self._warn_unkept(error)
+            with suppress(OSError):
+                temporary.unlink()
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with open(self.path.with_suffix(".lock"), "w") as file:
+    def _locked(self) -> Iterator[bool]:
+        """Alone with the file; False where it cannot be written anyway."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = open(self.path.with_suffix(".lock"), "w")  # noqa: SIM115 - closed below
+        except OSError as error:
+            self._warn_unkept(error)
+            yield False
+            return
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+            yield True
+
+    def _warn_unkept(self, error: OSError) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "%s: kernel measurements cannot be kept (%s): the next start measures again",
+                self.path,
+                error,
+            )
 
 
 def fastest(names: Sequence[str], seconds: dict[str, float]) -> str:

@@ -30,6 +30,8 @@ _DESCRIPTIONS = {
     "import": "Takes in what `export` or `warmup --output` wrote; it is code (--trust-artifact).",
 }
 _DAY_S = 86400.0
+# Of a table that is not on a terminal.
+PLAIN_WIDTH = 200
 _SHOWN_DIGITS = 12
 
 
@@ -246,18 +248,24 @@ def _print_rows(title: str, rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
     if not rows:
         console.print(f"no {title}")
         return
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", pad_edge=False, box=None)
     for name in rows[0]:
-        table.add_column(name, justify="right" if name in ("entries", "bytes") else "left")
+        is_number = name in ("entries", "bytes")
+        table.add_column(
+            name,
+            justify="right" if is_number else "left",
+            no_wrap=is_number or name in ("key", "last used"),
+            overflow="fold",
+        )
     for row in rows:
-        shown = row | {
-            "key": row["key"][:_SHOWN_DIGITS],
-            "complete": "yes" if row["complete"] else "no",
-        }
+        is_complete = "yes" if row["complete"] else "no"
+        shown = row | {"key": row["key"][:_SHOWN_DIGITS], "complete": is_complete}
         table.add_row(*map(str, shown.values()))
     console.print(table)
 

@@ -17,67 +17,53 @@ from compiled_engine.commands.flags import (
     add_model_argument,
     config_from_args,
 )
+from compiled_engine.compile.store import EntryStore, StoreCounters
 from compiled_engine.config import EngineConfig
 from compiled_engine.errors import ConfigError, EngineError
-from compiled_engine.start_times import StartPhase, process_age_s
+from compiled_engine.start_times import StartPhase
 
 if TYPE_CHECKING:
-    from compiled_engine.compile.store import EntryStore, Miss
+    from rich.console import Console
+
+    from compiled_engine.engine import Engine
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One compiled piece of the step.
+class PieceRow:
+    """What became of one compiled piece.
 
     Attributes:
-        name: as the engine reports it.
-        seconds: from its report to the next one.
-        num_misses: graphs that Inductor had to generate code for.
-        num_hits: graphs that were in the cache.
+        name: of the piece.
+        seconds: until its first call returned.
+        cache: "hit" or "miss"; "-" where nothing is kept.
+        num_bytes: of what is kept of it.
+        reason: why it was compiled; empty for a hit.
     """
 
     name: str
     seconds: float
-    num_misses: int
-    num_hits: int
-
-    @property
-    def cache(self) -> str:
-        """Where its code came from."""
-        if self.num_misses:
-            return "miss"
-        return "hit" if self.num_hits else "-"
+    cache: str
+    num_bytes: int
+    reason: str
 
 
-class PieceClock:
-    """Turns the engine's progress reports into pieces, by torch's own totals at each report."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-        self._name: str | None = None
-        self._since = 0.0
-        self._before: dict[str, int] = {}
-
-    def report(self, phase: str, label: str, done: int, total: int) -> None:
-        """The piece before ends, `label` begins; (total, total) is the end of all."""
-        if phase != "compiling":
-            return
-        from compiled_engine.compile.torch_compat import dynamo_counters
-
-        now, totals = time.perf_counter(), dynamo_counters()
-        if self._name is not None:
-            self.pieces.append(
-                Piece(
-                    self._name,
-                    now - self._since,
-                    *(
-                        totals[name] - self._before[name]
-                        for name in ("num_inductor_compiles", "num_cache_hits")
-                    ),
-                )
+def piece_rows(engine: Engine) -> list[PieceRow]:
+    """The pieces of an engine's start, in the order in which they were needed."""
+    rows = []
+    kept = StoreCounters() if engine.driver.store is None else engine.driver.store.counters
+    reasons = {miss.name: miss.reason for miss in kept.misses}
+    for name, seconds in engine.driver.counters.piece_seconds.items():
+        is_hit = name in kept.hit_bytes
+        rows.append(
+            PieceRow(
+                name=name,
+                seconds=seconds,
+                cache="hit" if is_hit else "miss" if name in reasons else "-",
+                num_bytes=kept.hit_bytes.get(name, 0) or kept.saved_bytes.get(name, 0),
+                reason=reasons.get(name, ""),
             )
-        self._name = None if done == total else label
-        self._since, self._before = now, totals
+        )
+    return rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,26 +99,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _warm_up(config: EngineConfig, output: Path | None) -> int:
+    start = time.perf_counter()
+    import compiled_engine.engine  # noqa: F401 - what takes time to import, apart from the rest
     from compiled_engine.commands.local import open_engine
     from compiled_engine.commands.progress import PieceProgress
 
-    clock = PieceClock()
-    imports = StartPhase(name="imports", seconds=process_age_s())
-    start = time.perf_counter()
-    engine = open_engine(config, on_report=clock.report, progress_class=PieceProgress)
+    imports = StartPhase(name="imports", seconds=time.perf_counter() - start)
+    engine = open_engine(config, progress_class=PieceProgress)
     seconds = time.perf_counter() - start
-    phases = [imports, *engine.start]
-    counters, store = asdict(engine.driver.refresh()), engine.driver.store
-    misses = store.counters.misses if store is not None else []
-    _print_outcome(config, clock.pieces, phases, misses, counters)
+    phases, pieces, store = [imports, *engine.start], piece_rows(engine), engine.driver.store
+    counters = asdict(engine.driver.refresh())
+    _print_outcome(config, pieces, phases, counters)
     document = {
         "command": "warmup",
         "seconds": round(seconds, 3),
         "cache_dir": str(config.cache_dir),
         "key": store.key.digest if store is not None else "",
-        "pieces": [asdict(piece) | {"cache": piece.cache} for piece in clock.pieces],
+        "pieces": [asdict(piece) for piece in pieces],
         "phases": [asdict(phase) | {"cache": phase.cache} for phase in phases],
-        "misses": [asdict(miss) for miss in misses],
         "counters": counters,
     }
     if output is not None:
@@ -181,9 +165,8 @@ def _keeps_pieces(config: EngineConfig) -> bool:
 
 def _print_outcome(
     config: EngineConfig,
-    pieces: list[Piece],
+    pieces: list[PieceRow],
     phases: list[StartPhase],
-    misses: list[Miss],
     counters: dict[str, Any],
 ) -> None:
     from rich.console import Console
@@ -193,8 +176,9 @@ def _print_outcome(
     console = Console(highlight=False, soft_wrap=True)
     _print_table(console, pieces)
     print_start(console, phases)
-    for miss in misses:
-        console.print(f"{miss.name} was compiled: {miss.reason}")
+    for piece in pieces:
+        if piece.reason:
+            console.print(f"{piece.name} was compiled: {piece.reason}")
     if config.enforce_eager:
         console.print("--enforce-eager: nothing is compiled")
     console.print(
@@ -206,21 +190,14 @@ def _print_outcome(
     )
 
 
-def _print_table(console: object, pieces: list[Piece]) -> None:
-    from rich.console import Console
+def _print_table(console: Console, pieces: list[PieceRow]) -> None:
     from rich.table import Table
 
-    assert isinstance(console, Console)
-    table = Table(title="compiled pieces", title_justify="left")
+    table = Table(title="compiled pieces", title_justify="left", pad_edge=False, box=None)
     table.add_column("piece", no_wrap=True)
-    for name in ("seconds", "cache", "graphs compiled", "graphs from cache"):
+    for name in ("seconds", "cache", "KiB"):
         table.add_column(name, justify="right")
     for piece in pieces:
-        table.add_row(
-            piece.name,
-            f"{piece.seconds:.2f}",
-            piece.cache,
-            str(piece.num_misses),
-            str(piece.num_hits),
-        )
+        size = f"{piece.num_bytes / 1024:.0f}" if piece.num_bytes else ""
+        table.add_row(piece.name, f"{piece.seconds:.2f}", piece.cache, size)
     console.print(table)

@@ -162,3 +162,21 @@ def test_a_real_measurement_ends_with_a_winner(tmp_path):
     assert measured is not None
     assert set(measured.seconds) == {"cpp", "torch"}
     assert all(seconds > 0 for seconds in measured.seconds.values())
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["no-folder", "no-lock"])
+def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, timings, caplog, is_there):
+    place = tmp_path / "kernels"
+    if is_there:  # the lock cannot be opened
+        place.mkdir()
+        KernelTuner(place).path.with_suffix(".lock").mkdir()
+    else:
+        place.write_text("in the way")
+    registry = make_registry(objective="autotune", tuner=KernelTuner(place))
+    with caplog.at_level(logging.WARNING):
+        for num_tokens in (3, 4, 9):
+            query, arguments = query_of(num_tokens)
+            assert registry.decide(query, arguments).candidate.name == "torch"
+    unkept = [r for r in caplog.records if "cannot be kept" in r.getMessage()]
+    assert len(unkept) == 1
+    assert len(timings) == 4, "two buckets, each measured once in this process"
