@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from compiled_engine.custom_ops import attention_choice, gemm
+from compiled_engine.cache_folders import PRODUCTS, place_caches
+from compiled_engine.custom_ops import attention_choice, gemm, gemm_library
 from compiled_engine.custom_ops.attention_work import Heads, known_work_shape, work_shape
 from compiled_engine.custom_ops.gemm_choice import pick_config
 from compiled_engine.custom_ops.registry import Target
@@ -116,3 +119,67 @@ def test_rows_of_a_matrix_are_those_of_the_same_matrix_with_another_dim(num_rows
         assert rows == rows_of(x.unsqueeze(1))
         assert rows.num_rows == num_rows
     assert rows_of(torch.zeros(4, 6).T) is None
+
+
+class FakeLibrary:
+    """Stands for cuBLAS where there is none."""
+
+    def __init__(self, version: int) -> None:
+        self.cublasLtGetVersion = lambda: version
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch) -> Callable[..., tuple[list[int], int]]:
+    """Asks for the kernel of a product; returns its first two words, and how often it measured."""
+    place_caches(tmp_path)
+    count = 0
+
+    def measure() -> gemm_library._Algorithm:
+        nonlocal count
+        count += 1
+        algorithm = gemm_library._Algorithm()
+        algorithm.data[0], algorithm.data[1] = 7, 2**64 - count
+        return algorithm
+
+    def ask(*, version: int = 12, name: str = "H200", **changes: Any) -> tuple[list[int], int]:
+        properties = SimpleNamespace(name=name, multi_processor_count=132)
+        monkeypatch.setattr(gemm_library, "_library", lambda: FakeLibrary(version))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        shape = gemm_library._Shape(2048, 4096, 4096, 4096, 0, torch.bfloat16, 0)
+        found = gemm_library._known_fastest(shape._replace(**changes), measure)
+        return found.data[:2], count
+
+    return ask
+
+
+def test_a_kernel_of_the_library_is_measured_once_for_all_processes(measured):
+    assert measured() == measured() == ([7, 2**64 - 1], 1)
+    assert measured(device=3) == ([7, 2**64 - 1], 1)  # another GPU of the kind
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_tokens": 4096},
+        {"rows": 6144},
+        {"size": 512},
+        {"x_stride": 8192},
+        {"residual_stride": 4096},
+        {"dtype": torch.float16},
+        {"version": 13},
+        {"name": "H100"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_kernel_of_the_library_is_measured_anew_for_what_differs(measured, change):
+    measured()
+    assert measured(**change) == ([7, 2**64 - 2], 2)
+
+
+def test_a_damaged_kernel_of_the_library_is_measured_again(measured, tmp_path):
+    measured()
+    (path,) = (tmp_path / PRODUCTS).iterdir()
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.warns(UserWarning, match="damaged"):
+        assert measured() == ([7, 2**64 - 2], 2)
+    assert measured() == ([7, 2**64 - 2], 2)
