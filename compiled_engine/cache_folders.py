@@ -17,6 +17,7 @@ TRITON = "triton"  # Triton's own
 CUBINS = "cubin"  # of our CUDA C++ sources
 LIBRARIES = "cpp"  # of our C++ sources
 KERNELS = "kernels"  # measurements of kernels
+PRODUCTS = "products"  # the library's kernels that were measured fastest
 
 # Where launchers of our own sources keep what they build; set by `place_caches` for its process.
 BUILD_VARIABLE = "COMPILED_ENGINE_BUILD_CACHE"

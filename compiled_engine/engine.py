@@ -27,7 +27,14 @@ from compiled_engine.grammar_compiler import TokenTable
 from compiled_engine.key_parts import keeps_pieces, start_key
 from compiled_engine.kv_cache import allocate
 from compiled_engine.loop import StepLoop
-from compiled_engine.memory import MemoryNeeds, MemoryTable, measure_needs, memory_table
+from compiled_engine.memory import (
+    MemoryNeeds,
+    MemoryTable,
+    keep_needs,
+    load_needs,
+    measure_needs,
+    memory_table,
+)
 from compiled_engine.models import ARCHITECTURES, CausalLM, HfModelConfig, ModelConfig
 from compiled_engine.models.hf_load import build_hf_model
 from compiled_engine.models.weights import build_model, init_dummy_weights, load_weights
@@ -119,18 +126,17 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         with driver.times.measure("processes that compile"):
             wait_for_build()
     model_config = model.config
-    needs = None
+    needs, reserved = None, 0
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization, device)
-        progress("compiling", "memory probe", 0, 1)
         with driver.times.measure("memory probe"):
-            needs = _probe_memory(config, model_config, folder, device, model)
-    reserved = needs.reserved if needs else 0
+            needs, reserved = _memory_needs(config, model_config, folder, model, driver, progress)
     settings = resolve(config, model_config, folder, device, model, reserved_bytes=reserved)
     shape = scheduler_shape(config, settings)
     if keeps_pieces(config):
         key = start_key(config, settings, shape, model_config, driver)
-        driver.store = EntryStore(config.cache_dir, key)
+        if driver.store is None or driver.store.key != key:
+            driver.store = EntryStore(config.cache_dir, key)
     executor = make_executor(config, model_config, model, shape, settings, driver)
     with driver.times.measure("first steps"):
         _warm_up(config, executor, progress)
@@ -160,6 +166,8 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
             needs=needs,
         )
     if driver.store is not None:
+        if needs is not None:
+            keep_needs(driver.store, _needs_name(config), needs)
         driver.store.finish(used_files(driver, config.cache_dir))
     return Engine(settings, driver, loop, memory, meter.phases(driver))
 
@@ -236,26 +244,60 @@ def make_executor(
     return StepExecutor(model, caches, pieces, settings.buckets, driver)
 
 
-def _probe_memory(
+def _memory_needs(
     config: EngineConfig,
     model_config: ModelConfig,
     folder: Path,
-    device: torch.device,
     model: CausalLM,
-) -> MemoryNeeds:
-    """What steps will need, seen on an engine with hardly any KV pages that compiles nothing."""
+    driver: CompileDriver,
+    progress: BuildProgress,
+) -> tuple[MemoryNeeds, int]:
+    """What steps will need, and how much of what is free now: from an earlier start, or a probe.
+
+    The driver's store is opened for it. The key of a start with the scheduler in torch depends on
+    the number of KV pages, which is not known yet: such a start finds no measurement.
+    """
+    device = next(model.parameters()).device
     eager = replace(config, enforce_eager=True, max_total_tokens=config.block_size * 8)
     settings = resolve(eager, model_config, folder, device, model)
     shape = scheduler_shape(eager, settings)
+    if keeps_pieces(config):
+        key = start_key(config, settings, shape, model_config, driver)
+        driver.store = EntryStore(config.cache_dir, key)
+    torch.cuda.empty_cache()  # what loading the weights left
+    free, _ = torch.cuda.mem_get_info(device)
+    needs = load_needs(driver.store, _needs_name(config), free)
+    if needs is not None:
+        return needs, needs.reserved + needs.kept
+    progress("compiling", "memory probe", 0, 1)
+    needs = _probe_memory(eager, model_config, model, shape, settings)
+    return needs, needs.reserved
+
+
+def _needs_name(config: EngineConfig) -> str:
+    """Of the entry with the needs of memory: a key leaves open how graphs are captured."""
+    return f"memory_{config.cudagraph_mode}"
+
+
+def _probe_memory(
+    eager: EngineConfig,
+    model_config: ModelConfig,
+    model: CausalLM,
+    shape: SchedulerShape,
+    settings: Settings,
+) -> MemoryNeeds:
+    """What steps will need, seen on an engine with hardly any KV pages that compiles nothing."""
+    device = settings.device
+    before, _ = torch.cuda.mem_get_info(device)
     executor = make_executor(eager, model_config, model, shape, settings, CompileDriver(eager))
     inbox, _ = InboxBuilder(shape).take()
-    executor.warm_up(inbox, build_param_inbox(shape, []), lambda *_: None)
-    num_graphs = len(executor.keys()) if config.cudagraph_mode != "none" else 0
+    executor.prepare(inbox, build_param_inbox(shape, []))
+    num_graphs = len(executor.keys()) if eager.cudagraph_mode != "none" else 0
     needs = _measure(device, executor, num_graphs)
     del executor
     gc.collect()
     torch.cuda.empty_cache()
-    return needs
+    return replace(needs, kept=max(0, before - torch.cuda.mem_get_info(device)[0]))
 
 
 def _measure(device: torch.device, executor: StepExecutor, num_graphs: int) -> MemoryNeeds:
@@ -265,7 +307,12 @@ def _measure(device: torch.device, executor: StepExecutor, num_graphs: int) -> M
     def capture_one() -> None:
         graphs.capture(len(graphs), lambda: executor.run_empty(smallest))
 
-    return measure_needs(device, lambda: executor.run_empty(largest), capture_one, num_graphs)
+    # What is set up once is not counted for a step, and no kernel may be loaded in a capture.
+    for size in (smallest, largest):
+        executor.run_empty(size, is_short=True)
+    return measure_needs(
+        device, lambda: executor.run_empty(largest, is_short=True), capture_one, num_graphs
+    )
 
 
 def _measure_step_times(

@@ -6,11 +6,14 @@ pages; compiled steps need no more than that. What is left of the allowed share 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+from compiled_engine.compile.store import EntryStore
 
 # Share of the measured needs that is kept on top of them: allocators round and fragment.
 MARGIN = 0.05
@@ -23,10 +26,13 @@ class MemoryNeeds:
     Attributes:
         activations: most that the largest step holds at once.
         graphs: all captured graphs together.
+        kept: what the probe left behind: workspaces and loaded code. A start that probes has it
+            taken when the KV pool is sized; one that does not must leave it free, too.
     """
 
     activations: int
     graphs: int
+    kept: int = 0
 
     @property
     def reserved(self) -> int:
@@ -60,6 +66,32 @@ class MemoryTable:
     def used(self) -> int:
         """Bytes that are taken or kept for a step."""
         return self.weights + self.kv + self.activations + self.graphs + self.other
+
+
+def load_needs(store: EntryStore | None, name: str, free_bytes: int) -> MemoryNeeds | None:
+    """What an earlier start measured; None if that is not known, or more than there is.
+
+    Args:
+        store: of this start, if it has one.
+        name: of the entry.
+        free_bytes: of the device, before the KV pool is made.
+    """
+    data = None if store is None else store.load(name)
+    if store is None or data is None:
+        return None
+    try:
+        fields = {key: int(value) for key, value in json.loads(data).items()}
+        needs = MemoryNeeds(**fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        store.drop(name, f"it holds no needs of memory: {error}")
+        return None
+    return needs if 0 < needs.reserved + needs.kept <= free_bytes else None
+
+
+def keep_needs(store: EntryStore, name: str, needs: MemoryNeeds) -> None:
+    """Keeps what was measured for later starts; what was loaded is there already."""
+    if name not in store.counters.hit_bytes:
+        store.save(name, json.dumps(asdict(needs)).encode())
 
 
 def measure_needs(

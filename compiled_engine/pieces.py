@@ -27,7 +27,7 @@ from compiled_engine.config import SchedulerKernels
 from compiled_engine.custom_ops import LayerCache, PagedContext
 from compiled_engine.custom_ops.gemm import MOST_TOKENS
 from compiled_engine.custom_ops.registry import KernelRegistry
-from compiled_engine.layer_kinds import layer_kinds
+from compiled_engine.layer_kinds import layer_kinds, sample_of_kinds
 from compiled_engine.layout import StepInputs, layout_places
 from compiled_engine.models import CausalLM
 from compiled_engine.models.layers import DecoderLayer, Rotary
@@ -343,6 +343,11 @@ class StepPieces:
     def kinds(self) -> tuple[int, ...]:
         """The kind of each layer of the model; see `layer_kinds`."""
         return layer_kinds(self._model.layers)
+
+    @cached_property
+    def sample_layers(self) -> tuple[int, ...]:
+        """Layers that launch every kernel the whole model does; see `sample_of_kinds`."""
+        return sample_of_kinds(self.kinds)
 
     def version(self, num_tokens: int, *, is_mixed: bool) -> LayerVersion:
         """The layer's version for a step of `num_tokens` tokens."""

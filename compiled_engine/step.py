@@ -21,7 +21,7 @@ from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.graphs import StepGraphs
 from compiled_engine.compile.torch_compat import mark_any_size
 from compiled_engine.custom_ops import LayerCache, PagedContext
-from compiled_engine.layer_kinds import Layers, sample_of_kinds
+from compiled_engine.layer_kinds import Layers
 from compiled_engine.layout import StepInputs
 from compiled_engine.logprobs import (
     MIN_CHUNK,
@@ -53,6 +53,7 @@ from compiled_engine.scheduler.inbox import Inbox
 from compiled_engine.scheduler.plan import Plan
 from compiled_engine.scheduler.state import new_state
 from compiled_engine.step_key import StepKey
+from compiled_engine.step_times import shortest_times
 from compiled_engine.upload import DeviceInbox, MaskUpload
 
 logger = logging.getLogger(__name__)
@@ -373,24 +374,15 @@ class StepExecutor:
         return self._budgets[num_tokens]
 
     @torch.no_grad()
-    def run_empty(self, num_tokens: int) -> None:
-        """Launches the kernels of a mixed step without rows, in the variant that needs most."""
-        self._enqueue(self.key_of(num_tokens, Variant.FULL, is_mixed=True))
+    def run_empty(self, num_tokens: int, *, is_short: bool = False) -> None:
+        """An empty mixed step in the variant that needs most; a short one has few layers."""
+        layers = self.pieces.sample_layers if is_short else None
+        self._enqueue(self.key_of(num_tokens, Variant.FULL, is_mixed=True), layers=layers)
 
     def mixed_seconds(self) -> dict[int, float]:
         """Seconds of a mixed step without rows by its size: what its tokens cost by themselves."""
-        seconds: dict[int, float] = {}
-        for size in self.buckets:
-            key = self.key_of(size, Variant.GREEDY, is_mixed=True)
-            taken = []
-            for _ in range(3):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                self._run(key)
-                end.record()
-                end.synchronize()
-                taken.append(start.elapsed_time(end) / 1e3)
-            seconds[size] = min(taken)
+        keys = {size: self.key_of(size, Variant.GREEDY, is_mixed=True) for size in self.buckets}
+        seconds = shortest_times(keys, self._run)
         self.outbox.discard()
         return seconds
 
@@ -408,6 +400,11 @@ class StepExecutor:
         return found | {"logprobs": self.logprobs.staged.data_ptr()}
 
     # --- before the first request ---------------------------------------------------------
+
+    def prepare(self, inbox: Inbox, param_inbox: ParamInbox) -> DeviceInbox:
+        """Makes room on a GPU for what the host sends, given as empty; part of `warm_up`."""
+        self._upload = DeviceInbox(inbox, param_inbox, self.device)
+        return self._upload
 
     @torch.no_grad()
     def warm_up(
@@ -427,8 +424,8 @@ class StepExecutor:
             graphs: captures every step that can occur; None launches kernel by kernel.
         """
         if not self.reads_plans:
-            self._upload = DeviceInbox(inbox, param_inbox, self.device)
-            inbox, param_inbox = self._upload.inbox, self._upload.param_inbox
+            upload = self.prepare(inbox, param_inbox)
+            inbox, param_inbox = upload.inbox, upload.param_inbox
         keys = self.keys() if graphs is not None else []
         total = 2 + len(self.pieces.versions) + len(Variant) + len(keys)
         on_piece("plan", 0, total)
@@ -441,7 +438,9 @@ class StepExecutor:
             others = self.pieces.version(size, is_mixed=not version.is_decode)
             last = version if version.is_last else None
             warmed = None if self.driver.is_eager else version
-            residual, inputs = self._run_layers(step_plan, size, others, last, warmed=warmed)
+            residual, inputs = self._run_layers(
+                step_plan, size, others, last, warmed=warmed, layers=self.pieces.sample_layers
+            )
             is_kept = last is not None
             logits, seq_rows = self._logits(residual, inputs, is_kept=is_kept, is_warm_up=True)
         done = 1 + len(self.pieces.versions)
@@ -483,7 +482,7 @@ class StepExecutor:
     def _capture(self, key: StepKey) -> None:
         assert self._graphs is not None
         # Every kernel once without capturing: it is loaded, and nothing is left to set up.
-        self._enqueue(key, layers=sample_of_kinds(self.pieces.kinds))
+        self._enqueue(key, layers=self.pieces.sample_layers)
         self._graphs.capture(key, lambda: self._enqueue(key))
 
     def _warm_sampler(self, variant: Variant, logits: Tensor, seq_rows: Tensor) -> Sampled:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.attention_work import MAX_CANDIDATES
-from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits, by_tokens
+from compiled_engine.custom_ops.registry import (
+    MAX_DECISIONS,
+    Candidate,
+    Priority,
+    Target,
+    Traits,
+    by_tokens,
+)
 from compiled_engine.custom_ops.toolchain import has_nvrtc
 
 PAGE_SIZES = (16, 32, 64)
@@ -140,8 +148,16 @@ def select_attention(impl: str, q: Tensor, k_cache: Tensor, num_rows: int) -> st
         ValueError: `impl` is unknown or cannot serve; says why.
     """
     target, traits = Target.of(q.device), attention_traits(q, k_cache, num_rows)
-    impl = by_tokens(impl, num_rows)
-    reasons = {c.name: c.rejection(target, q.dtype, traits) for c in _PAGED}
+    return _selected(by_tokens(impl, num_rows), target, q.dtype, tuple(traits.items()))
+
+
+@functools.lru_cache(maxsize=MAX_DECISIONS)
+def _selected(
+    impl: str, target: Target, dtype: torch.dtype, items: tuple[tuple[str, int], ...]
+) -> str:
+    """As `select_attention`; every layer of a step asks the same."""
+    traits = dict(items)
+    reasons = {c.name: c.rejection(target, dtype, traits) for c in _PAGED}
     if impl not in ("", *reasons):
         raise ValueError(f"attention: no implementation {impl}; there are {', '.join(reasons)}")
     if impl and reasons[impl] is not None:

@@ -23,10 +23,11 @@ from compiled_engine.custom_ops.attention_decode_kernels import (
     split_kernel,
 )
 from compiled_engine.custom_ops.attention_work import (
+    Header,
     Heads,
     WorkShape,
+    known_work_shape,
     num_lanes,
-    work_shape,
 )
 from compiled_engine.custom_ops.reference_quant import split_attention_quant
 from compiled_engine.custom_ops.registry import Target
@@ -281,8 +282,8 @@ def _launch(call: PagedCall, name: str, out_scale: Tensor | None = None) -> Tens
         assert cache.is_contiguous(), "the KV cache must be contiguous"
     heads = Heads(q.shape[1], call.k_cache.shape[2])
     lanes, counts = num_lanes(q.device, heads.num_kv_heads), (q.shape[0], call.seq_rows.shape[0])
-    shape = work_shape(lanes, heads, *counts, is_decode=is_decode)
-    regions = shape.split(call.work)  # also: the work list is of this step's sizes
+    shape = known_work_shape(lanes, heads, *counts, is_decode=is_decode)
+    shape.check(call.work)
     options = Options(call.scale, call.window, call.soft_cap, call.sinks, out_scale)
     given = (q, caches, call.block_table, call.positions, call.work, shape, options)
     if name == "cuda":
@@ -293,7 +294,9 @@ def _launch(call: PagedCall, name: str, out_scale: Tensor | None = None) -> Tens
         from compiled_engine.custom_ops.attention_tiles import TileWork, prefill_attention
 
         step = (call.block_table, call.seq_rows, call.seq_lens, call.query_start_loc)
-        tiles = (regions["tile_seq"], regions["tile_start"], regions["header"][3:4], out)
+        seqs, starts = (shape.region(call.work, name) for name in ("tile_seq", "tile_start"))
+        header = shape.region(call.work, "header")
+        tiles = (seqs, starts, header[Header.NUM_QUERY_TILES : Header.NUM_QUERY_TILES + 1], out)
         scores = (call.scale, call.window, call.soft_cap, call.sinks, out_scale)
         prefill_attention(TileWork(q, *caches, *step, *tiles, *scores))  # type: ignore[arg-type]
     return out

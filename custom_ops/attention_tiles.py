@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_engine.custom_ops.registry import Target
 from compiled_engine.custom_ops.toolchain import gluon_reason
 
 # rows of a tile's matrix: query tokens times the query heads folded into it
@@ -23,7 +24,7 @@ MAX_FOLDED_HEADS = 64
 # tiles that are finished for one set of heads before the next set begins: their keys stay in L2
 CHUNK = 128
 LOG2E = 1.4426950408889634
-HOPPER = (9, 0)
+HOPPER = Target("cuda", 90)
 HOPPER_DIMS = (64, 128, 256)
 
 
@@ -106,7 +107,7 @@ class TileWork(NamedTuple):
 
 def hopper_rejects(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
     """Why the Hopper kernel cannot serve these tensors; None if it can."""
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != HOPPER:
+    if q.device.type != "cuda" or Target.of(q.device) != HOPPER:
         return "needs compute capability 9.0"
     if (reason := gluon_reason()) is not None:
         return reason

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops.attention_tiles import tile_tokens
+from compiled_engine.custom_ops.registry import MAX_DECISIONS
 
 # KV positions of a tile
 KV_TILE = 32
@@ -165,7 +166,7 @@ class WorkShape:
         grouped = (self.max_group_units + self.num_lanes) * self.members_per_tile
         return self.group_partial_start + grouped
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Length of each region, in the order in which they stand."""
         count = self.num_candidates
@@ -188,12 +189,12 @@ class WorkShape:
             "slots": self.num_lanes * self.num_heads * SLOT_SIZE,
         }
 
-    @property
+    @functools.cached_property
     def total_size(self) -> int:
         """Numbers in the whole list."""
         return sum(_aligned(size) for size in self.sizes.values())
 
-    @property
+    @functools.cached_property
     def starts(self) -> dict[str, int]:
         """Where each region begins."""
         starts, start = {}, 0
@@ -204,9 +205,17 @@ class WorkShape:
 
     def split(self, work: Tensor) -> dict[str, Tensor]:
         """Views of the regions of `work` [total_size]."""
+        self.check(work)
+        return {name: self.region(work, name) for name in self.sizes}
+
+    def check(self, work: Tensor) -> None:
+        """Asserts that a work list is of these sizes."""
         assert work.shape[0] == self.total_size, f"work has {work.shape[0]}, not {self.total_size}"
-        starts = self.starts
-        return {name: work[starts[name] : starts[name] + n] for name, n in self.sizes.items()}
+
+    def region(self, work: Tensor, name: str) -> Tensor:
+        """View of one region of `work`."""
+        start = self.starts[name]
+        return work[start : start + self.sizes[name]]
 
 
 def _aligned(size: int) -> int:
@@ -254,6 +263,10 @@ def work_shape(
         max_query_tiles=0 if is_decode else num_tokens // query_tile + num_seqs,
         query_tile_tokens=query_tile,
     )
+
+
+# The same for every layer of a step; for sizes that are numbers.
+known_work_shape = functools.lru_cache(maxsize=MAX_DECISIONS)(work_shape)
 
 
 class StepIndices(NamedTuple):

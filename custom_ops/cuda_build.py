@@ -21,6 +21,7 @@ import torch
 
 from compiled_engine.build_cache import load_or_build
 from compiled_engine.cache_folders import CUBINS, build_dir
+from compiled_engine.compile.torch_compat import raw_stream
 
 CSRC = Path(__file__).parent / "csrc"
 # Part of every cache key: raise it when launchers and kernels change how they talk to each other.
@@ -87,6 +88,7 @@ def _find_header(folder: Path, header: str) -> Path:
     raise CudaBuildError(f"{header} is included but stands neither in {folder} nor in {CSRC}")
 
 
+@functools.cache
 def arch_of(device: torch.device) -> str:
     """The architecture name to compile for, such as `sm_90a`."""
     major, minor = torch.cuda.get_device_capability(device)
@@ -195,7 +197,7 @@ class Kernel:
     def launch(self, grid: int, args: ctypes.Structure) -> None:
         """Launches `grid` blocks on torch's current stream; `args` is copied by the call."""
         self._config.gridDimX = grid
-        self._config.hStream = torch.cuda.current_stream().cuda_stream
+        self._config.hStream = raw_stream(torch.cuda.current_device())
         self._params[0] = ctypes.addressof(args)
         checked(self._launch(self._config, self._function, ctypes.addressof(self._params), 0))
 

@@ -32,6 +32,7 @@ from compiled_engine.custom_ops.gemm_wide import MAX_TOKENS as MAX_WIDE_TOKENS
 from compiled_engine.custom_ops.gemm_wide import wide_rejects
 from compiled_engine.custom_ops.library import CPU_DTYPES, LIBRARY, define_op
 from compiled_engine.custom_ops.registry import (
+    MAX_DECISIONS,
     Candidate,
     Priority,
     Target,
@@ -401,6 +402,17 @@ def select_kernel(kernel: str, target: Target, dtype: torch.dtype, traits: Trait
     return kernel or best_of([c for c in CANDIDATES if reasons[c.name] is None], traits).name
 
 
+@functools.lru_cache(maxsize=MAX_DECISIONS)
+def _selected(
+    impl: str, target: Target, dtype: torch.dtype, items: tuple[tuple[str, int], ...]
+) -> tuple[str, gemm_skinny.Config | None]:
+    """The kernel and its sizes, if it has some; every layer of a step asks the same."""
+    traits = dict(items)
+    kernel = select_kernel(impl, target, dtype, traits)
+    is_sized = kernel not in ("torch", "library", "cublaslt")
+    return kernel, pick_config(kernel, traits) if is_sized else None
+
+
 def fused_linear_cuda(
     x: Tensor,
     weight: Tensor,
@@ -417,13 +429,13 @@ def fused_linear_cuda(
         ValueError: as `select_kernel`.
     """
     traits = fused_linear_traits(x, weight, bias, norm_weight, residual, is_gated)
-    kernel = select_kernel(impl, Target.of(x.device), x.dtype, traits)
+    kernel, config = _selected(impl, Target.of(x.device), x.dtype, tuple(traits.items()))
     if kernel == "torch":
         return reference.fused_linear(x, weight, bias, norm_weight, eps, residual, is_gated)
     operands = gemm_skinny.Operands(x, weight, bias, norm_weight, eps, residual, is_gated)
-    if kernel in ("library", "cublaslt"):
+    if config is None:
         return _library_product(operands, is_direct=kernel == "cublaslt")
-    return gemm_skinny.launch(kernel, operands, pick_config(kernel, traits))
+    return gemm_skinny.launch(kernel, operands, config)
 
 
 LIBRARY.impl("linear", linear_cpu, "CPU")

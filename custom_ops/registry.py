@@ -20,6 +20,9 @@ from compiled_engine.errors import ConfigError
 
 Traits = Mapping[str, int]
 
+# What ops that choose by themselves remember: sizes of steps times kinds of calls.
+MAX_DECISIONS = 4096
+
 # Tags that objectives look at; all others are words for people.
 LATENCY_TAG = "latency"
 THROUGHPUT_TAG = "throughput"
@@ -70,8 +73,13 @@ class Target:
         """The target a device is."""
         if device.type != "cuda":
             return cls(device.type)
-        major, minor = torch.cuda.get_device_capability(device)
-        return cls("cuda", 10 * major + minor)
+        return _cuda_target(device)
+
+
+@functools.cache
+def _cuda_target(device: torch.device) -> Target:
+    major, minor = torch.cuda.get_device_capability(device)
+    return Target("cuda", 10 * major + minor)
 
 
 @dataclass(frozen=True, kw_only=True)

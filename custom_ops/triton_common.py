@@ -89,6 +89,9 @@ def rows_of(x: Tensor) -> Rows | None:
     """
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return None
+    if x.dim() == 2:  # the usual case, at once
+        num_rows, size = x.shape
+        return Rows(num_rows, 1, size if num_rows == 1 else x.stride(0), 0)
     sizes, strides = list(x.shape[:-1]), list(x.stride()[:-1])
     merged: list[tuple[int, int]] = []
     for size, stride in zip(sizes, strides, strict=True):

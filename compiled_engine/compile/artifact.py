@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from compiled_engine.cache_folders import CUBINS, KERNELS, LIBRARIES, PROGRAMS, TRITON
+from compiled_engine.cache_folders import CUBINS, KERNELS, LIBRARIES, PRODUCTS, PROGRAMS, TRITON
 from compiled_engine.compile.inventory import KeptStart, built_files
 from compiled_engine.compile.start_key import StartKey
 from compiled_engine.compile.store import KEY_FILE, RECORD_FILE, SUFFIX, entry_problem, read_record
@@ -28,7 +28,7 @@ from compiled_engine.trusted_files import FolderError, make_folders, opened, wri
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-FOLDERS = (PROGRAMS, CUBINS, LIBRARIES, KERNELS, TRITON)
+FOLDERS = (PROGRAMS, CUBINS, LIBRARIES, PRODUCTS, KERNELS, TRITON)
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 # Kernels that Inductor made are named so; they are inside the entries.
 _INDUCTOR_KERNEL = re.compile(r"(__grp__)?triton_")

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiled_engine.build_cache import file_problem
-from compiled_engine.cache_folders import CUBINS, INDUCTOR, KERNELS, LIBRARIES, PROGRAMS, TRITON
+from compiled_engine.cache_folders import (
+    CUBINS,
+    INDUCTOR,
+    KERNELS,
+    LIBRARIES,
+    PRODUCTS,
+    PROGRAMS,
+    TRITON,
+)
 from compiled_engine.compile.start_key import StartKey
 from compiled_engine.compile.store import (
     KEY_FILE,
@@ -26,7 +34,7 @@ from compiled_engine.compile.store import (
     stored_keys,
 )
 
-BUILT = (CUBINS, LIBRARIES)
+BUILT = (CUBINS, LIBRARIES, PRODUCTS)
 _REMOVED = ".removed-"
 
 

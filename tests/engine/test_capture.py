@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from compiled_engine import step
+from compiled_engine import pieces
 from compiled_engine.layer_kinds import sample_of_kinds
 from compiled_engine.sampler import build_param_inbox
 from compiled_engine.scheduler.inbox import InboxBuilder
@@ -112,7 +112,7 @@ def test_every_call_that_is_captured_was_made_before(family, tmp_path, monkeypat
 
 
 def test_a_kind_of_layer_that_did_not_run_before_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(step, "sample_of_kinds", lambda kinds: (1, 3, 5))
+    monkeypatch.setattr(pieces, "sample_of_kinds", lambda kinds: (1, 3, 5))
     assert missing(warmed_up(model(tmp_path, "gpt_oss"), monkeypatch))
 
 

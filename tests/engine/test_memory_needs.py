@@ -1,0 +1,152 @@
+"""What a memory probe found is kept for later starts, and used where it can be trusted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine import engine
+from compiled_engine.compile.driver import CompileDriver
+from compiled_engine.compile.start_key import StartKey
+from compiled_engine.compile.store import EntryStore
+from compiled_engine.config import EngineConfig
+from compiled_engine.memory import MemoryNeeds, keep_needs, load_needs
+from compiled_engine.models.config import load_model_config
+from compiled_engine.models.llama import LlamaForCausalLM
+from compiled_engine.models.weights import build_model
+from tests.helpers.tiny_model import write_tiny_model
+
+NAME = "memory_full"
+MIB = 1024**2
+NEEDS = MemoryNeeds(activations=300 * MIB, graphs=100 * MIB, kept=50 * MIB)
+ENOUGH = NEEDS.reserved + NEEDS.kept
+
+
+def new_store(folder: Path) -> EntryStore:
+    return EntryStore(folder, StartKey({"flags.any": "1"}))
+
+
+def test_needs_come_back_as_they_were_kept(tmp_path):
+    assert load_needs(new_store(tmp_path), NAME, ENOUGH) is None
+    keep_needs(new_store(tmp_path), NAME, NEEDS)
+    assert load_needs(new_store(tmp_path), NAME, ENOUGH) == NEEDS
+    assert load_needs(new_store(tmp_path), "memory_none", ENOUGH) is None
+
+
+def test_needs_that_were_loaded_are_not_written_again(tmp_path):
+    keep_needs(new_store(tmp_path), NAME, NEEDS)
+    store = new_store(tmp_path)
+    loaded = load_needs(store, NAME, ENOUGH)
+    assert loaded is not None
+    keep_needs(store, NAME, loaded)
+    assert store.counters.num_saved == 0
+
+
+def test_needs_of_more_than_there_is_are_measured_again(tmp_path):
+    keep_needs(new_store(tmp_path), NAME, NEEDS)
+    assert load_needs(new_store(tmp_path), NAME, ENOUGH - 1) is None
+
+
+def test_a_start_without_a_store_has_no_needs():
+    assert load_needs(None, NAME, ENOUGH) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b"[1, 2]",
+        b"no json",
+        b'{"activations": 1}',
+        b'{"activations": "many", "graphs": 1}',
+        b'{"activations": null, "graphs": 1}',
+        b'{"activations": 1, "graphs": 1, "weights": 1}',
+        b"\xff\xfe",
+    ],
+)
+def test_an_entry_that_holds_no_needs_is_dropped(data, tmp_path):
+    new_store(tmp_path).save(NAME, data)
+    store = new_store(tmp_path)
+    assert load_needs(store, NAME, ENOUGH) is None
+    assert store.counters.num_dropped == 1
+    assert not list(tmp_path.rglob(f"{NAME}.*"))
+
+
+@pytest.mark.parametrize("activations", [0, -5 * MIB])
+def test_needs_that_cannot_be_are_measured_again(activations, tmp_path):
+    keep_needs(new_store(tmp_path), NAME, MemoryNeeds(activations=activations, graphs=0))
+    assert load_needs(new_store(tmp_path), NAME, ENOUGH) is None
+
+
+class Starts:
+    """Starts of one model, whose probes are counted; there is no GPU."""
+
+    def __init__(self, folder: Path, cache_dir: Path) -> None:
+        self.num_probes = 0
+        self.folder = folder
+        self.config = EngineConfig(
+            model=str(folder), device="cpu", max_num_seqs=4, cache_dir=cache_dir
+        )
+        self.model_config = load_model_config(folder)
+        self.model = build_model(
+            LlamaForCausalLM, self.model_config, dtype=torch.float32, device=torch.device("cpu")
+        )
+
+    def probe(self, *_: object) -> MemoryNeeds:
+        self.num_probes += 1
+        return NEEDS
+
+    def start(self, **options: Any) -> int:
+        """Bytes that a start keeps free."""
+        config = replace(self.config, **options)
+        driver = CompileDriver(config)
+        given = (config, self.model_config, self.folder, self.model, driver)
+        needs, reserved = engine._memory_needs(*given, lambda *_: None)
+        if driver.store is not None:
+            keep_needs(driver.store, engine._needs_name(config), needs)
+        return reserved
+
+
+@pytest.fixture
+def starts(tmp_path, monkeypatch) -> Starts:
+    made = Starts(write_tiny_model(tmp_path / "model"), tmp_path / "cache")
+    monkeypatch.setattr(engine, "_probe_memory", made.probe)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (ENOUGH, 2 * ENOUGH))
+    return made
+
+
+def test_only_the_first_start_probes_and_later_ones_leave_free_what_it_took(starts):
+    assert starts.start() == NEEDS.reserved
+    assert starts.start() == starts.start() == NEEDS.reserved + NEEDS.kept
+    assert starts.num_probes == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"chunked_prefill_size": 96}, {"max_num_seqs": 5}, {"cudagraph_mode": "none"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_steps_and_other_graphs_are_probed_anew(starts, options):
+    starts.start()
+    assert starts.start(**options) == NEEDS.reserved
+    assert starts.num_probes == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"gpu_memory_utilization": 0.5}, {"seed": 7}], ids=["utilization", "seed"]
+)
+def test_what_no_step_depends_on_is_not_probed_anew(starts, options):
+    starts.start()
+    starts.start(**options)
+    assert starts.num_probes == 1
+
+
+def test_an_engine_that_keeps_no_pieces_probes_at_every_start(starts):
+    for _ in range(2):
+        assert starts.start(enforce_eager=True) == NEEDS.reserved
+    assert starts.num_probes == 2
