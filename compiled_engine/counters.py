@@ -60,6 +60,11 @@ class CompileCounters:
         for name, count in num_matches.items():
             self.num_matches[name] = self.num_matches.get(name, 0) + count
 
+    def matches_since(self, before: dict[str, int]) -> dict[str, int]:
+        """Matches by pass beyond those of `before`, an earlier copy of `num_matches`."""
+        found = {n: count - before.get(n, 0) for n, count in self.num_matches.items()}
+        return {name: count for name, count in found.items() if count}
+
     @contextmanager
     def expect(self, **changes: int) -> Iterator[None]:
         """Asserts that the block changes the named counters by exactly these amounts."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from compiled_engine.build_ahead import building_ahead
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.graphs import StepGraphs
 from compiled_engine.compile.store import EntryStore
@@ -19,6 +20,7 @@ from compiled_engine.compile.torch_compat import has_own_kernel
 from compiled_engine.config import EngineConfig
 from compiled_engine.custom_ops import ALL_OPS
 from compiled_engine.custom_ops.quant import QUANT_OPS
+from compiled_engine.custom_ops.registry import Target
 from compiled_engine.device import pick_device
 from compiled_engine.grammar import GrammarService
 from compiled_engine.grammar_compiler import TokenTable
@@ -106,8 +108,16 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     driver = CompileDriver(config, kept_ops=kept_ops(device), device_type=device.type)
     with driver.times.measure("load"):
         folder = find_model(config, progress)
-        model_config = model_config_of(config, folder)
-        model = _load_model(config, model_config, folder, device, progress)
+
+    def report(label: str, done: int, total: int) -> None:
+        progress("compiling", label, done, total)
+
+    with building_ahead(replace(config, model=str(folder)), device, report) as wait_for_build:
+        with driver.times.measure("load"):
+            model_config = model_config_of(config, folder, Target.of(device))
+            model = _load_model(config, model_config, folder, device, progress)
+        with driver.times.measure("processes that compile"):
+            wait_for_build()
     model_config = model.config
     needs = None
     if device.type == "cuda":

@@ -61,7 +61,10 @@ IRRELEVANT_FIELDS = {
     "trust_remote_code": "the code itself is hashed",
     "allow_pickle": "which weight files may be read",
     "cache_dir": "where the code is kept",
+    "compile_jobs": "who compiles it",
 }
+# Of a scheduler's shape: what follows from the number of pages.
+_OF_PAGES = frozenset({"num_pages", "index_buckets"})
 # Of a model's config: names, and numbers that only the host looks at.
 _NOT_COMPILED = frozenset({"eos_token_ids", "bos_token_id", "folder", "trust_remote_code"})
 _NOT_COMPILED_JSON = frozenset({"_name_or_path", "transformers_version", "eos_token_id"})
@@ -129,7 +132,7 @@ def shape_parts(
     """
     sizes = asdict(shape)
     if settings.scheduler == "cuda":
-        del sizes["num_pages"]
+        sizes = {name: value for name, value in sizes.items() if name not in _OF_PAGES}
     geometry = cache_geometry(config, model_config, settings.dtype)
     return _flat(
         "shape",

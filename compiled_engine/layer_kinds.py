@@ -7,10 +7,14 @@ of these are of one kind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import nn
+
+# Indices of the layers that run, in order; None for all.
+Layers = Sequence[int] | None
 
 # Constants that tell layers apart and that no layer computes with.
 _IGNORED = frozenset({"layer_idx"})
@@ -20,6 +24,21 @@ def layer_kinds(layers: Sequence[nn.Module]) -> tuple[int, ...]:
     """The kind of each layer: equal for layers that can share code, numbered as they appear."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(_signature(layer), len(numbers)) for layer in layers)
+
+
+def sample_of_kinds(kinds: Sequence[int]) -> tuple[int, ...]:
+    """Layers, in order, that launch every kernel the whole model does.
+
+    The first two of each kind, since what a layer is given may lie otherwise behind one of its own
+    kind than behind another or the embedding; and the last, which may be cut short.
+    """
+    seen: Counter[int] = Counter()
+    found = []
+    for index, kind in enumerate(kinds):
+        seen[kind] += 1
+        if seen[kind] <= 2 or index == len(kinds) - 1:
+            found.append(index)
+    return tuple(found)
 
 
 def _signature(layer: nn.Module) -> Hashable:

@@ -14,11 +14,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compiled_engine.compile.driver import CompileDriver
-from compiled_engine.compile.torch_compat import has_any_size, mark_any_size, mark_dynamic
+from compiled_engine.compile.torch_compat import (
+    expect_equal,
+    has_any_size,
+    mark_any_size,
+    mark_dynamic,
+)
 from compiled_engine.config import SchedulerKernels
 from compiled_engine.custom_ops import LayerCache, PagedContext
 from compiled_engine.custom_ops.gemm import MOST_TOKENS
@@ -275,7 +279,7 @@ class StepPieces:
         def embed_tokens(
             model: CausalLM, token_ids: Tensor, positions: Tensor
         ) -> tuple[Tensor, Rotary]:
-            torch._check(token_ids.shape[0] == positions.shape[0])
+            expect_equal(token_ids.shape[0], positions.shape[0])
             return model.embed(token_ids, positions)
 
         compiled = self._driver.compile(embed_tokens, "embed")
@@ -330,7 +334,7 @@ class StepPieces:
             state: SchedulerState, params: RowParams, logits: Tensor, seq_rows: Tensor
         ) -> Sampled:
             # One version serves any number of rows: the compiler must know the two sizes are one.
-            torch._check(logits.shape[0] == seq_rows.shape[0])
+            expect_equal(logits.shape[0], seq_rows.shape[0])
             return sample(shape, state, params, logits, seq_rows, vocab_size, variant)
 
         return sample_rows

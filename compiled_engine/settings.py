@@ -12,13 +12,18 @@ from pathlib import Path
 import torch
 
 from compiled_engine.config import DEFAULT_MODEL, EngineConfig, SchedulerKernels
+from compiled_engine.custom_ops.quant_fp4 import FP4_ARCH
 from compiled_engine.custom_ops.registry import Target
 from compiled_engine.device import pick_device
 from compiled_engine.errors import ConfigError
 from compiled_engine.kv_cache import CacheGeometry, available_bytes, choose_num_pages
 from compiled_engine.models import CausalLM, HfModelConfig, ModelConfig, model_class
 from compiled_engine.models.config import load_model_config
-from compiled_engine.models.quant_plan import online_plan, with_quantized_head
+from compiled_engine.models.quant_plan import (
+    online_plan,
+    with_quantized_head,
+    without_fp4_activations,
+)
 from compiled_engine.models.source import resolve_model
 from compiled_engine.models.weights import outline_model
 from compiled_engine.plain_attention import check_attention
@@ -137,8 +142,10 @@ def allows_pickle(config: EngineConfig) -> bool:
     return config.allow_pickle and config.load_format != "safetensors"
 
 
-def model_config_of(config: EngineConfig, folder: Path) -> ModelConfig:
+def model_config_of(config: EngineConfig, folder: Path, target: Target) -> ModelConfig:
     """The model's config, with the quantisation that the engine's options ask for.
+
+    A checkpoint with 4-bit activations has them where `target` multiplies such.
 
     Raises:
         ConfigError: as `load_model_config`; or the options do not suit the checkpoint.
@@ -149,6 +156,8 @@ def model_config_of(config: EngineConfig, folder: Path) -> ModelConfig:
     if isinstance(model_config, HfModelConfig):
         return _without_quantization(config, model_config)
     plan, dtype = model_config.quantization, model_config.dtype
+    if plan is not None and (target.device_type != "cuda" or target.arch < FP4_ARCH):
+        plan = without_fp4_activations(plan)
     if config.quantization != "auto":
         if plan is not None:
             raise ConfigError(
@@ -195,7 +204,7 @@ def preview(config: EngineConfig) -> tuple[Settings, ModelConfig]:
     """As `preview_settings`, with the config that the model would be built from."""
     device = pick_device(config.device)
     folder = resolve_model(config.model, config.cache_dir, with_weights=False)
-    model_config = model_config_of(config, folder)
+    model_config = model_config_of(config, folder, Target.of(device))
     name = model_config.dtype if config.dtype == "auto" else config.dtype
     made = model_class(model_config)
     model = outline_model(made, model_config, dtype=getattr(torch, name))

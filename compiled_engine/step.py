@@ -21,6 +21,7 @@ from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.graphs import StepGraphs
 from compiled_engine.compile.torch_compat import mark_any_size
 from compiled_engine.custom_ops import LayerCache, PagedContext
+from compiled_engine.layer_kinds import Layers, sample_of_kinds
 from compiled_engine.layout import StepInputs
 from compiled_engine.logprobs import (
     MIN_CHUNK,
@@ -196,13 +197,16 @@ class StepExecutor:
             )
         self.pieces.end(self.state, step_plan, sampled, self.outbox)
 
-    def _compute(self, step_plan: Plan, key: StepKey, *, survives: bool) -> Sampled:
+    def _compute(
+        self, step_plan: Plan, key: StepKey, *, survives: bool, layers: Layers = None
+    ) -> Sampled:
         """Model and sampler. Where memory runs out and it `survives`, rows stay where they are."""
         try:
             version = self.pieces.version(key.num_tokens, is_mixed=key.is_mixed)
             # Every token of a prompt whose tokens are scored needs its logits.
             last = None if key.num_scored else self.pieces.last_version(version, key.num_tokens)
-            residual, inputs = self._run_layers(step_plan, key.num_tokens, version, last)
+            sizes = (key.num_tokens, version, last)
+            residual, inputs = self._run_layers(step_plan, *sizes, layers=layers)
             if key.num_scored:
                 self._score_prompts(key, residual, inputs)
             return self._sample(key, *self._logits(residual, inputs, is_kept=last is not None))
@@ -257,13 +261,13 @@ class StepExecutor:
 
     # --- the model ------------------------------------------------------------------------
 
-    def _enqueue(self, key: StepKey, *, survives: bool = False) -> None:
+    def _enqueue(self, key: StepKey, *, survives: bool = False, layers: Layers = None) -> None:
         """Launches the kernels of a step; what is captured."""
         assert self._upload is not None
         budget = self._budget(key.num_tokens)
         inbox, param_inbox = self._upload.inbox, self._upload.param_inbox
         step_plan = self.pieces.begin(self.state, self.params, inbox, param_inbox, budget)
-        sampled = self._compute(step_plan, key, survives=survives)
+        sampled = self._compute(step_plan, key, survives=survives, layers=layers)
         self.pieces.end(self.state, step_plan, sampled, self.outbox)
 
     def _sample(self, key: StepKey, logits: Tensor, seq_rows: Tensor) -> Sampled:
@@ -301,6 +305,7 @@ class StepExecutor:
         last: LayerVersion | None,
         *,
         warmed: LayerVersion | None = None,
+        layers: Layers = None,
     ) -> tuple[Tensor, StepInputs]:
         """Residual [T, hidden] behind the last layer, and where its tokens stand.
 
@@ -324,7 +329,8 @@ class StepExecutor:
         if not self.reads_plans:
             ctx = ctx._replace(work=self._attention_work(ctx, version))
         shared: tuple[Any, ...] = (rotary, ctx)
-        for key, static in enumerate(self._layers):
+        for key in range(len(self._layers)) if layers is None else layers:
+            static = self._layers[key]
             if last is not None and key == len(self._layers) - 1:
                 keep = inputs.logits_indices[: min(num_tokens, self.shape.max_rows)]
                 version, shared = last, (rotary, ctx, keep)
@@ -476,7 +482,8 @@ class StepExecutor:
 
     def _capture(self, key: StepKey) -> None:
         assert self._graphs is not None
-        self._enqueue(key)  # once without capturing: kernels are loaded, nothing is left to set up
+        # Every kernel once without capturing: it is loaded, and nothing is left to set up.
+        self._enqueue(key, layers=sample_of_kinds(self.pieces.kinds))
         self._graphs.capture(key, lambda: self._enqueue(key))
 
     def _warm_sampler(self, variant: Variant, logits: Tensor, seq_rows: Tensor) -> Sampled:

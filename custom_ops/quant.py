@@ -1,7 +1,7 @@
 """Contracts of the quantisation family.
 
-Models are written with `quantize_fp8`, `quantize_int8` and `dequantize`; passes put
-`quantized_linear`, `scaled_linear` and the `*_quant` ops in their place. Formats, layouts and
+Models are written with `quantize_fp8`, `quantize_int8`, `quantize_nvfp4` and `dequantize`; passes
+put `quantized_linear`, `scaled_linear` and the `*_quant` ops in their place. Formats, layouts and
 rounding are those of `reference_quant`.
 """
 
@@ -15,10 +15,14 @@ from torch import Tensor
 from compiled_engine.custom_ops import reference_quant as reference
 from compiled_engine.custom_ops.library import define_op
 from compiled_engine.custom_ops.quant_pack import quantize_weight
+from compiled_engine.custom_ops.reference_fp4 import NVFP4_GROUP, tiled_shape
 from compiled_engine.custom_ops.reference_quant import (
     ACTIVATION_FORMATS,
     BLOCK,
+    FP4_ACTIVATIONS,
+    TILED,
     WEIGHT_FORMATS,
+    stored_multiple,
 )
 
 # What activations a weight can be multiplied with as they are, without being dequantised first.
@@ -31,6 +35,8 @@ SCALED_PAIRS = (
     ("fp8_token_block", "fp8_block"),
     ("int8_channel", "int8_token"),
 )
+# Those of 4 bits, which `quantized_linear` alone multiplies.
+FP4_PAIRS = tuple((TILED, activations) for activations in FP4_ACTIVATIONS)
 Examples = list[tuple[Any, ...]]
 
 
@@ -46,7 +52,7 @@ class _Random:
         return values.to(self.dtype)
 
     def static_scale(self, activation_format: str) -> Tensor | None:
-        is_static = activation_format in ("tensor", "fp8_tensor")
+        is_static = activation_format in ("tensor", "fp8_tensor", "nvfp4_tensor")
         return torch.full((1,), 0.01, device=self.device) if is_static else None
 
     def zero(self, format: str, scale: Tensor) -> Tensor | None:
@@ -73,6 +79,15 @@ def _quantize_int8_examples(dtype: torch.dtype, device: torch.device, seed: int)
     return [(random.normal(*shape),) for shape in ((3, 200), (1, 64), (7, 33), (0, 48))]
 
 
+def _quantize_nvfp4_examples(dtype: torch.dtype, device: torch.device, seed: int) -> Examples:
+    random = _Random(dtype, device, seed)
+    shapes = ((3, 200), (1, 128), (130, 33), (0, 48))
+    found: Examples = [(random.normal(*shape), None) for shape in shapes]
+    found.append((random.normal(4, 64), random.static_scale("tensor")))
+    found.append((torch.zeros(2, 256, dtype=dtype, device=device), None))
+    return found
+
+
 def _dequantize_examples(dtype: torch.dtype, device: torch.device, seed: int) -> Examples:
     random = _Random(dtype, device, seed)
     found: Examples = []
@@ -89,7 +104,8 @@ def _dequantize_examples(dtype: torch.dtype, device: torch.device, seed: int) ->
 
 def _quantized_linear_examples(dtype: torch.dtype, device: torch.device, seed: int) -> Examples:
     random = _Random(dtype, device, seed)
-    cases = [(format, "") for format in WEIGHT_FORMATS] + list(SCALED_PAIRS)
+    by_rows = [(format, "") for format in WEIGHT_FORMATS if format != TILED]
+    cases = [*by_rows, *SCALED_PAIRS, (TILED, ""), *FP4_PAIRS]
     found: Examples = []
     # tokens, outputs, size, then: bias, norm, residual, gate
     sizes = (
@@ -101,6 +117,8 @@ def _quantized_linear_examples(dtype: torch.dtype, device: torch.device, seed: i
     )
     for index, (format, activation_format) in enumerate(cases):
         chosen = (sizes[index % 5], sizes[(index + 2) % 5])
+        if activation_format in FP4_ACTIVATIONS:  # a norm's last bit can be another code of 16
+            chosen = (sizes[1], sizes[3])
         for m, n, k, has_bias, has_norm, has_residual, is_gated in chosen:
             rows = 2 * n if is_gated else n
             weight, scale, _, global_scale = quantize_weight(random.normal(rows, k) * 0.1, format)
@@ -180,6 +198,17 @@ def _fake_quantized(x: Tensor, activation_format: str) -> tuple[Tensor, Tensor]:
     return q, x.new_empty(scales, dtype=torch.float32)
 
 
+def _fake_quantized_nvfp4(x: Tensor, static_scale: Tensor | None) -> tuple[Tensor, ...]:
+    num_tokens, size = x.shape
+    stored = size + -size % stored_multiple(TILED)
+    tiled = tiled_shape(num_tokens, stored // NVFP4_GROUP)
+    return (
+        x.new_empty((num_tokens, stored // 2), dtype=torch.uint8),
+        x.new_empty(tiled, dtype=torch.float8_e4m3fn),
+        x.new_empty((num_tokens, 1), dtype=torch.float32),
+    )
+
+
 def _fake_dequantize(
     q: Tensor,
     scale: Tensor,
@@ -248,6 +277,12 @@ QUANTIZE_INT8 = define_op(
     fake=lambda x: _fake_quantized(x, "int8_token"),
     example_inputs=_quantize_int8_examples,
 )
+QUANTIZE_NVFP4 = define_op(
+    "quantize_nvfp4(Tensor x, Tensor? static_scale) -> (Tensor, Tensor, Tensor)",
+    reference=reference.quantize_nvfp4,
+    fake=_fake_quantized_nvfp4,
+    example_inputs=_quantize_nvfp4_examples,
+)
 DEQUANTIZE = define_op(
     "dequantize(Tensor q, Tensor scale, Tensor? zero, Tensor? global_scale, str format, "
     "SymInt size, ScalarType dtype) -> Tensor",
@@ -298,6 +333,7 @@ GATED_ACTIVATION_QUANT = define_op(
 QUANT_OPS = (
     QUANTIZE_FP8,
     QUANTIZE_INT8,
+    QUANTIZE_NVFP4,
     DEQUANTIZE,
     QUANTIZED_LINEAR,
     SCALED_LINEAR,
@@ -308,7 +344,9 @@ QUANT_OPS = (
 
 
 def quantize(x: Tensor, activation_format: str, static_scale: Tensor | None) -> tuple[Any, ...]:
-    """The op that makes an activation format of x [T, k]; q and scale."""
+    """The op that makes an activation format of x [T, k]: see `reference_quant.quantize`."""
+    if activation_format in FP4_ACTIVATIONS:
+        return torch.ops.ce.quantize_nvfp4.default(x, static_scale)
     if activation_format == "int8_token":
         return torch.ops.ce.quantize_int8.default(x)
     kind = activation_format.removeprefix("fp8_")

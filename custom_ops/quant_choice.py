@@ -3,8 +3,9 @@
 `quantized_linear` for few tokens is one kernel that reads the weight as it is stored, to registers
 ("packed") or through shared memory ("ring"). For many, quantised activations go to a product of
 bytes ("scaled"), and weights of which only the weight is quantised become 16-bit floats for the
-library ("dequantized"). `scaled_linear` is that product by itself. Sizes and limits were measured
-on an H200 with the weights of Qwen3-8B.
+library ("dequantized"). Weights and activations of 4 bits go to the library's product of such
+("fp4") where the device has one. `scaled_linear` is the product of bytes by itself. Sizes and
+limits were measured on an H200 with the weights of Qwen3-8B.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.quant import SCALED_PAIRS
+from compiled_engine.custom_ops.quant import FP4_PAIRS, SCALED_PAIRS
+from compiled_engine.custom_ops.quant_fp4 import FP4_ARCH, fp4_rejects
 from compiled_engine.custom_ops.quant_packed import (
     MOST_SHARED_ARCH,
     PackedConfig,
@@ -23,11 +25,12 @@ from compiled_engine.custom_ops.quant_packed import (
     packed_rejects,
 )
 from compiled_engine.custom_ops.quant_scaled import int_mm_rejects, scaled_mm_rejects
-from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS, WEIGHT_FORMATS
+from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS, TILED, WEIGHT_FORMATS
 from compiled_engine.custom_ops.registry import Candidate, Priority, Target, Traits
 from compiled_engine.custom_ops.toolchain import has_nvrtc
 
 DTYPES = (torch.bfloat16, torch.float16)
+MAX_SIZE = 32768  # columns that a program of the quantising kernels holds
 _MIN_GROUP = 32
 
 
@@ -58,6 +61,7 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
     columns = operands.weight.shape[1] * (2 if is_packed else 1)
     group = columns // max(1, operands.scale.shape[-1]) if is_int4 else _MIN_GROUP
     scale_dtype = x.dtype if is_int4 else torch.float32
+    has_own_scales = format in ("nvfp4", "mxfp4", TILED)
     is_alone = x.shape[0] == 1
     return {
         "num_tokens": x.shape[0],
@@ -66,13 +70,16 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
         "format": WEIGHT_FORMATS.index(format),
         "is_gated": operands.is_gated,
         "is_packed": is_packed,
+        "is_tiled": format == TILED,
+        "is_fp4_pair": (format, operands.activation_format) in FP4_PAIRS,
+        "fits_a_program": operands.x.shape[1] <= MAX_SIZE,
         "has_heavy_scales": format in ("fp8_block", "fp8_token_block", "int4_group"),
         "has_activation_format": bool(operands.activation_format),
         "is_scaled_pair": (format, operands.activation_format) in SCALED_PAIRS,
         # several tokens come as bytes
         "x_multiple": 16 if operands.activation_format and not is_alone else 8,
         "has_one_dtype": all(t.dtype == x.dtype for t in others),
-        "has_fine_scales": format in ("nvfp4", "mxfp4") or operands.scale.dtype == scale_dtype,
+        "has_fine_scales": has_own_scales or operands.scale.dtype == scale_dtype,
         "has_whole_groups": group >= _MIN_GROUP and group & (group - 1) == 0,
         "is_weight_contiguous": all(t.is_contiguous() for t in stored),
         "is_last_dim_contiguous": all(
@@ -298,6 +305,15 @@ CANDIDATES = (
         89,
         "1 to 32 tokens, weights to registers",
         rejects=_rejects_packed,
+    ),
+    _linear(
+        "fp4",
+        Priority.SPECIALIZED,
+        FP4_ARCH,
+        "activations become 4 bits first, then the library",
+        rejects=fp4_rejects,
+        # zeros of the tiles, quantiser, product, scales, gate
+        num_kernels=lambda traits: 4 + traits["is_gated"],
     ),
     _linear(
         "scaled",

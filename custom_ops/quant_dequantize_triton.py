@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_engine.custom_ops.reference_fp4 import NVFP4_GROUP
+from compiled_engine.custom_ops.reference_quant import TILED
 from compiled_engine.custom_ops.triton_common import (
     has_pdl,
     let_next_start,
@@ -33,14 +35,23 @@ def _value_of(codes: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def tile_place(row: tl.tensor, group: tl.tensor, num_groups: tl.tensor) -> tl.tensor:
+    """As `reference_fp4.tile_places`, of rows int64 [ROWS, 1] and groups [1, COLUMNS]."""
+    tile = row // 128 * (num_groups // 4) + group // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4
+
+
+@triton.jit
 def _dequantize_kernel(
     q: tl.tensor, scale: tl.tensor, zero: tl.tensor, global_scale: tl.tensor, out: tl.tensor,
     num_rows: tl.tensor, stored: tl.tensor, size: tl.tensor, scale_columns: tl.tensor,
     global_step: tl.tensor, KIND: tl.constexpr, ROW_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    IS_POWER: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_GLOBAL: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    IS_POWER: tl.constexpr, IS_TILED: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_GLOBAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: groups of rows x groups of columns. Scale of (r, c): `scale[r / ROW_BLOCK, c / GROUP]`.
+
+    `IS_TILED`: that of group c / GROUP is where `reference_fp4` puts it.
 
     `ROW_BLOCK` 0: one scale for all rows; `GROUP` 0: one for all columns. `stored`: bytes of a row.
     """
@@ -50,9 +61,11 @@ def _dequantize_kernel(
     mask = (row < num_rows) & (column < size)
     row = row.to(tl.int64)
     place = tl.zeros((ROWS, COLUMNS), tl.int64)
-    if ROW_BLOCK > 0:
+    if IS_TILED:
+        place += tile_place(row, column // GROUP, scale_columns)
+    elif ROW_BLOCK > 0:
         place += row // ROW_BLOCK * scale_columns
-    if GROUP > 0:
+    if GROUP > 0 and not IS_TILED:
         place += column // GROUP
     wait_for_previous(PDL)
     if KIND == 0:
@@ -94,10 +107,12 @@ def dequantize(
     out = q.new_empty((num_rows, size), dtype=dtype)
     if not out.numel():
         return out
-    kinds = {"nvfp4": E2M1, "mxfp4": E2M1, "int4_group": CODES}
+    kinds = {"nvfp4": E2M1, TILED: E2M1, "mxfp4": E2M1, "int4_group": CODES}
     kind = kinds.get(format, BYTES)
     group = 0
-    if kind != BYTES:
+    if format == TILED:
+        group = NVFP4_GROUP
+    elif kind != BYTES:
         group = 2 * q.shape[1] // scale.shape[1]
     elif format in ("fp8_block", "fp8_token_block"):
         group = 128
@@ -118,6 +133,7 @@ def dequantize(
         ROW_BLOCK=row_block,
         GROUP=group,
         IS_POWER=format == "mxfp4",
+        IS_TILED=format == TILED,
         HAS_ZERO=zero is not None,
         HAS_GLOBAL=global_scale is not None,
         ROWS=ROWS,

@@ -23,6 +23,7 @@ from compiled_engine.custom_ops.quant_choice import (
     quantized_linear_traits,
     scaled_linear_traits,
 )
+from compiled_engine.custom_ops.quant_fp4 import fp4_linear
 from compiled_engine.custom_ops.quant_packed import QuantOperands, launch_packed
 from compiled_engine.custom_ops.quant_scaled import ScaledOperands, int_mm, scaled_mm
 from compiled_engine.custom_ops.registry import Target, Traits, best_of, by_tokens
@@ -83,6 +84,19 @@ def quantize_int8_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
     """As `reference_quant.quantize_int8`."""
     found = _quantize(x, Before(), "int8_token", None)
     return reference.quantize_int8(x) if found is None else found[:2]
+
+
+def quantize_nvfp4_cuda(x: Tensor, static_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference_quant.quantize_nvfp4`."""
+    from compiled_engine.custom_ops import quant_fp4_triton, quant_triton
+
+    reason = quant_triton.unsupported_reason(x, Before())
+    if not _has_kernels(x.device):
+        reason = f"a GPU below sm_{MIN_ARCH}"
+    if reason is not None:
+        note_plain_body("quantisation to nvfp4", reason)
+        return reference.quantize_nvfp4(x, static_scale)
+    return quant_fp4_triton.quantize(x, None, 0.0, static_scale)
 
 
 def rms_norm_quant_cuda(
@@ -215,17 +229,29 @@ def _scaled(operands: QuantOperands) -> Tensor:
     return _finish(y, operands)
 
 
+def _rounded(operands: QuantOperands) -> Tensor:
+    """x behind its norm, quantised and dequantised."""
+    x, activation_format = operands.x, operands.activation_format
+    token_scale = None
+    if activation_format in reference.FP4_ACTIVATIONS:
+        from compiled_engine.custom_ops import quant_fp4_triton
+
+        norm = operands.norm_weight, operands.eps
+        q, q_scale, token_scale = quant_fp4_triton.quantize(x, *norm, operands.input_scale)
+    else:
+        from compiled_engine.custom_ops.quant_triton import norm_and_quantize
+
+        q, q_scale = norm_and_quantize(operands)
+    layout = reference.activation_layout(activation_format)
+    return dequantize_cuda(q, q_scale, None, token_scale, layout, x.shape[1], x.dtype)
+
+
 def _dequantized(operands: QuantOperands) -> Tensor:
     """The weight as 16-bit floats, then what plain linear layers run."""
     x, size = operands.x, operands.x.shape[1]
     norm_weight = operands.norm_weight
     if operands.activation_format:
-        from compiled_engine.custom_ops.quant_triton import norm_and_quantize
-
-        q, q_scale = norm_and_quantize(operands)
-        layout = reference.ACTIVATION_FORMATS[operands.activation_format]
-        x = dequantize_cuda(q, q_scale, None, None, layout, size, x.dtype)
-        norm_weight = None
+        x, norm_weight = _rounded(operands), None
     weight = dequantize_cuda(*operands[1:5], operands.format, size, x.dtype)
     return gemm.fused_linear_cuda(
         x,
@@ -270,6 +296,8 @@ def quantized_linear_cuda(
         return launch_packed(operands, pick_ring(traits))
     if kernel == "packed":
         return launch_packed(operands, pick_config(traits))
+    if kernel == "fp4":
+        return _finish(fp4_linear(operands), operands)
     if kernel == "scaled":
         return _scaled(operands)
     if kernel == "dequantized":
@@ -280,6 +308,7 @@ def quantized_linear_cuda(
 _FUNCTIONS = (
     ("quantize_fp8", quantize_fp8_cuda),
     ("quantize_int8", quantize_int8_cuda),
+    ("quantize_nvfp4", quantize_nvfp4_cuda),
     ("dequantize", dequantize_cuda),
     ("quantized_linear", quantized_linear_cuda),
     ("scaled_linear", scaled_linear_cuda),

@@ -13,24 +13,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_engine.custom_ops.reference_fp4 import (
+    E2M1_MAX,
+    MIN_SCALE,
+    NVFP4_GROUP,
+    pack_codes,
+    tile_scales,
+    to_e2m1,
+)
 from compiled_engine.custom_ops.reference_quant import (
     BLOCK,
     FP8_MAX,
     MIN_AMAX,
     PACKED_FORMATS,
+    TILED,
     dequantize,
     quantize_fp8,
     quantize_int8,
     stored_multiple,
 )
 
-E2M1_MAX = 6.0
-NVFP4_GROUP = 16
 MXFP4_GROUP = 32
 INT4_GROUP = 128
 # Shares of a group's range that int4 scales are tried with: a clipped outlier can be worth it.
 _INT4_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
-_MIN_NVFP4_SCALE = 2.0**-9  # the smallest e4m3 above 0
 
 
 class PackedWeight(NamedTuple):
@@ -44,7 +50,13 @@ class PackedWeight(NamedTuple):
 
 def group_size(format: str) -> int:
     """Columns that share a scale in a packed format that is made here."""
-    return {"nvfp4": NVFP4_GROUP, "mxfp4": MXFP4_GROUP, "int4_group": INT4_GROUP}[format]
+    groups = {"mxfp4": MXFP4_GROUP, "int4_group": INT4_GROUP}
+    return groups.get(format, NVFP4_GROUP)
+
+
+def row_format(format: str) -> str:
+    """The format in which the rows of a matrix are packed one by one, before scales are tiled."""
+    return "nvfp4" if format == TILED else format
 
 
 def stored_columns(format: str, size: int, group: int = 1) -> int:
@@ -69,7 +81,10 @@ def quantize_weight(weight: Tensor, format: str, group: int = 0) -> PackedWeight
         return _fp8_block(w32, -(-size // BLOCK))
     if format == "int4_group":
         return _int4(w32, group, weight.dtype)
-    return {"nvfp4": _nvfp4, "mxfp4": _mxfp4}[format](w32)
+    if format == "mxfp4":
+        return _mxfp4(w32)
+    packed = _nvfp4(w32)
+    return packed._replace(scale=tile_scales(packed.scale)) if format == TILED else packed
 
 
 def _fp8_block(w32: Tensor, num_blocks: int) -> PackedWeight:
@@ -86,9 +101,9 @@ def _nvfp4(w32: Tensor) -> PackedWeight:
     groups = w32.unflatten(1, (-1, NVFP4_GROUP))
     amax = groups.abs().amax(-1)
     overall = amax.amax().clamp_min(MIN_AMAX) / (E2M1_MAX * FP8_MAX)
-    scale = (amax / (E2M1_MAX * overall)).clamp(_MIN_NVFP4_SCALE, FP8_MAX)
+    scale = (amax / (E2M1_MAX * overall)).clamp(MIN_SCALE, FP8_MAX)
     scale = scale.to(torch.float8_e4m3fn)
-    q = _to_e2m1(groups / (scale.float() * overall).unsqueeze(-1))
+    q = to_e2m1(groups / (scale.float() * overall).unsqueeze(-1))
     return PackedWeight(pack_codes(q), scale, None, overall.expand(w32.shape[0], 1).contiguous())
 
 
@@ -101,7 +116,7 @@ def _mxfp4(w32: Tensor) -> PackedWeight:
     for exponent in (above, above - 1):
         exponent = exponent.clamp(-126, 127)
         scale = torch.ldexp(torch.ones_like(amax), exponent).unsqueeze(-1)
-        codes = _to_e2m1(groups / scale)
+        codes = to_e2m1(groups / scale)
         found = ((exponent + 127).to(torch.uint8), codes, _error(groups, codes, scale))
         best = found if best is None else _better(best, found)
     assert best is not None
@@ -143,22 +158,6 @@ def _error(groups: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     )
     values = table[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     return (values * scale - groups).square().sum(-1)
-
-
-def _to_e2m1(x: Tensor) -> Tensor:
-    """The nearest 4-bit codes, ties to the even mantissa; beyond 6 it is 6."""
-    magnitude = x.abs()
-    codes = torch.zeros_like(x, dtype=torch.uint8)
-    # Half-way points between the magnitudes; at a tie the even code wins.
-    for code, limit in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        codes += (magnitude >= limit if code % 2 else magnitude > limit).to(torch.uint8)
-    return codes | (x.signbit().to(torch.uint8) << 3)
-
-
-def pack_codes(codes: Tensor) -> Tensor:
-    """Codes uint8 [n, ...] two in a byte: [n, columns / 2]."""
-    flat = codes.flatten(1)
-    return flat[:, 0::2] | (flat[:, 1::2] << 4)
 
 
 def unpacked_weight(packed: PackedWeight, format: str, size: int, dtype: torch.dtype) -> Tensor:

@@ -383,6 +383,7 @@ def packed_rejects(traits: Traits) -> str | None:
     """What the kernels cannot take; traits: those of `quant_choice.quantized_linear_traits`."""
     num_tokens, size, multiple = traits["num_tokens"], traits["size"], traits["x_multiple"]
     rules = (
+        (not traits["is_tiled"], "reads scales by rows, not in tiles"),
         (1 <= num_tokens <= MAX_TOKENS, f"takes 1 to {MAX_TOKENS} tokens, not {num_tokens}"),
         (size % multiple == 0, f"needs a multiple of {multiple} columns, these are {size}"),
         (traits["has_one_dtype"], "needs the same dtype for x, bias, norm and residual"),

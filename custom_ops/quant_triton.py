@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_engine.custom_ops.activation_triton import gated, gated_activation
 from compiled_engine.custom_ops.norm_triton import Config, add_rms_norm, rms_norm
-from compiled_engine.custom_ops.quant_choice import Before
+from compiled_engine.custom_ops.quant_choice import MAX_SIZE, Before
 from compiled_engine.custom_ops.quant_packed import QuantOperands
 from compiled_engine.custom_ops.reference_quant import BLOCK as SCALE_BLOCK
 from compiled_engine.custom_ops.reference_quant import FP8_MAX, INT8_MAX, MIN_AMAX
@@ -27,7 +27,6 @@ from compiled_engine.custom_ops.triton_common import (
     wait_for_previous,
 )
 
-MAX_SIZE = 32768
 # Values of a program, and of a warp and warps where there are rows for all multiprocessors, or not.
 TILE = 4096
 MANY_ROWS, WARP_VALUES, MAX_WARPS = 264, (512, 1024), (16, 8)
@@ -70,6 +69,17 @@ def _store_quantized(
 
 
 @triton.jit
+def normed_rows(
+    values: tl.tensor, gain: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr
+) -> tl.tensor:
+    """RMS norm of whole rows [ROWS, BLOCK] that are 0 behind `SIZE`, rounded as the reference."""
+    exact = values.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(exact * exact, axis=1, keep_dims=True) / SIZE + eps)
+    normed = (exact * factor).to(values.dtype).to(tl.float32)
+    return (gain.to(tl.float32) * normed).to(values.dtype)
+
+
+@triton.jit
 def _quantize_kernel(
     x: tl.tensor, residual: tl.tensor, weight: tl.tensor, static_scale: tl.tensor, q: tl.tensor,
     scale: tl.tensor, total: tl.tensor, num_rows: tl.tensor, eps: tl.tensor, x_stride: tl.tensor,
@@ -98,10 +108,7 @@ def _quantize_kernel(
         values = (added.to(tl.float32) + values.to(tl.float32)).to(values.dtype)
         tl.store(total + row * SIZE + column, values, mask=mask)
     if HAS_NORM:
-        exact = values.to(tl.float32)
-        factor = tl.rsqrt(tl.sum(exact * exact, axis=1, keep_dims=True) / SIZE + eps)
-        normed = (exact * factor).to(values.dtype).to(tl.float32)
-        values = (gain.to(tl.float32) * normed).to(values.dtype)
+        values = normed_rows(values, gain, eps, SIZE)
     _store_quantized(
         values.to(tl.float32), q, scale, static_scale, row, mask, SIZE, HAS_STATIC, IN_BLOCKS,
         LARGEST, LEAST, ROUND_FIRST,

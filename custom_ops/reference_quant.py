@@ -11,6 +11,7 @@ and without effect.
     fp8_token_block  e4m3 [n, k]            fp32 [n, ceil(k/128)]
     int8_channel     int8 [n, k]            fp32 [n, 1]
     nvfp4            uint8 [n, k/2] e2m1    e4m3 [n, k/16]                global_scale: fp32 [n, 1]
+    nvfp4_tiles      the same               the same, in tiles (`reference_fp4`)  the same
     mxfp4            uint8 [n, k/2] e2m1    uint8 [n, k/32]: 2^(byte - 127)
     int4_group       uint8 [n, k/2], 0..15  any float [n, k/g]            zero: uint8 [n, k/g], or 8
 
@@ -19,12 +20,14 @@ Packed bytes hold column 2j in the low nibble and 2j + 1 in the high one. A valu
 rounded once to the asked dtype.
 
 Activations [T, k] use the same layouts; how they are made is an activation format: "fp8_token"
-(fp8_channel), "fp8_tensor", "fp8_block" (fp8_token_block) and "int8_token" (int8_channel).
+(fp8_channel), "fp8_tensor", "fp8_block" (fp8_token_block), "int8_token" (int8_channel), and
+"nvfp4_token" and "nvfp4_tensor" (nvfp4_tiles), whose fp32 scale is one a token or a static one.
 
 Rounding when quantising, all in fp32: `amax` of the absolute values that share a scale,
 `scale = max(amax, MIN_AMAX) / 448` (int8: `/ 127`), `inverse = 1 / scale`, then `x * inverse`
 clamped to the format's largest value and rounded to nearest, ties to even. A row of zeros thus has
-q = 0 and a tiny scale; no scale is ever 0. A static scale is taken as it is.
+q = 0 and a tiny scale; no scale is ever 0. A static scale is taken as it is. For nvfp4 see
+`quantize_nvfp4`.
 """
 
 from __future__ import annotations
@@ -40,6 +43,15 @@ from compiled_engine.custom_ops.reference import (
     paged_attention,
     rms_norm,
     silu_and_mul,
+)
+from compiled_engine.custom_ops.reference_fp4 import (
+    E2M1_MAX,
+    MIN_SCALE,
+    NVFP4_GROUP,
+    pack_codes,
+    tile_scales,
+    to_e2m1,
+    untile_scales,
 )
 
 FP8_MAX = 448.0
@@ -58,16 +70,20 @@ WEIGHT_FORMATS = (
     "nvfp4",
     "mxfp4",
     "int4_group",
+    "nvfp4_tiles",
 )
-# How activations are quantised -> the layout they have then.
+# How activations are quantised to bytes -> the layout they have then.
 ACTIVATION_FORMATS = {
     "fp8_token": "fp8_channel",
     "fp8_tensor": "fp8_tensor",
     "fp8_block": "fp8_token_block",
     "int8_token": "int8_channel",
 }
+# How they are quantised to 4 bits, always to TILED.
+FP4_ACTIVATIONS = ("nvfp4_token", "nvfp4_tensor")
+TILED = "nvfp4_tiles"
 # Formats whose values are two in a byte.
-PACKED_FORMATS = ("nvfp4", "mxfp4", "int4_group")
+PACKED_FORMATS = ("nvfp4", "mxfp4", "int4_group", TILED)
 
 
 def stored_multiple(format: str) -> int:
@@ -110,11 +126,46 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return _dense(q), _dense(scale)
 
 
+def quantize_nvfp4(x: Tensor, static_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`x` as e2m1, an e4m3 scale for 16 columns of a token, and an fp32 scale for each token.
+
+    The fp32 scale is the static one, or `max(amax of the token, MIN_AMAX) / (6 * 448)`. That of a
+    group is `amax / (6 * fp32 scale)`, between 2^-9 and 448, rounded to e4m3; values are those
+    times the inverse of both scales, rounded to the nearest, ties to the even code.
+
+    Args:
+        x: [T, k] any float dtype.
+        static_scale: fp32 [1], or None.
+
+    Returns:
+        q uint8 [T, ceil(k / 32) * 16], scales e4m3 in tiles, and fp32 [T, 1].
+    """
+    x32 = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % stored_multiple(TILED)))
+    groups = x32.unflatten(1, (-1, NVFP4_GROUP))
+    amax = groups.abs().amax(-1)  # [T, groups]
+    if static_scale is None:
+        overall = _scale_of(amax.amax(-1, keepdim=True), E2M1_MAX * FP8_MAX)
+    else:
+        overall = static_scale.reshape(1, 1).expand(x.shape[0], 1)
+    ratio = (amax / (E2M1_MAX * overall)).clamp(MIN_SCALE, FP8_MAX)
+    scale = ratio.to(torch.float8_e4m3fn)
+    inverse = 1.0 / (scale.float() * overall)
+    codes = to_e2m1(groups * inverse.unsqueeze(-1))
+    return _dense(pack_codes(codes)), _dense(tile_scales(scale)), _dense(overall)
+
+
 def quantize(x: Tensor, activation_format: str, static_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """`quantize_fp8` or `quantize_int8`, as an activation format says."""
+    """What an activation format makes of x: q and scale, of 4 bits the scale of tokens too."""
+    if activation_format in FP4_ACTIVATIONS:
+        return quantize_nvfp4(x, static_scale)
     if activation_format == "int8_token":
         return quantize_int8(x)
     return quantize_fp8(x, activation_format.removeprefix("fp8_"), static_scale)
+
+
+def activation_layout(activation_format: str) -> str:
+    """The format that activations have once they are quantised."""
+    return ACTIVATION_FORMATS.get(activation_format, TILED)
 
 
 def _scale_of(amax: Tensor, largest: float) -> Tensor:
@@ -153,13 +204,15 @@ def dequantize(
         q: stored values.
         scale: as the format says.
         zero: int4_group only: uint8, the code that means 0; None is 8.
-        global_scale: nvfp4 only: fp32 [n, 1].
+        global_scale: nvfp4 and its tiles only: fp32 [n, 1].
         format: one of `WEIGHT_FORMATS`.
         size: columns of the matrix.
         dtype: of the result.
     """
     if format in PACKED_FORMATS:
         codes = torch.stack((q & 15, q >> 4), -1).flatten(1)  # [n, stored columns]
+        if format == TILED:
+            scale = untile_scales(scale, q.shape[0], codes.shape[1] // NVFP4_GROUP)
         groups = codes.unflatten(1, (scale.shape[1], -1))
         scales = _group_scales(scale, format).unsqueeze(-1)
         if format == "int4_group":
@@ -196,6 +249,16 @@ def _e2m1(codes: Tensor) -> Tensor:
     return torch.where(codes >= 8, -magnitude, magnitude)
 
 
+def rounded(
+    x: Tensor, activation_format: str, static_scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`x` [T, k], quantised and dequantised."""
+    q, scale, *more = quantize(x, activation_format, static_scale)
+    token_scale = more[0] if more else None
+    layout = activation_layout(activation_format)
+    return dequantize(q, scale, None, token_scale, layout, x.shape[1], dtype)
+
+
 def quantized_linear(
     x: Tensor,
     weight: Tensor,
@@ -223,7 +286,8 @@ def quantized_linear(
         scale: of the weight.
         zero: of the weight, see `dequantize`.
         global_scale: of the weight, see `dequantize`.
-        input_scale: fp32 [1], the static scale of "fp8_tensor"; None computes it.
+        input_scale: fp32 [1], the static scale of "fp8_tensor" (None computes it) and
+            "nvfp4_tensor".
         bias: [n] or None.
         format: of the weight.
         activation_format: "" leaves activations as they are.
@@ -240,8 +304,7 @@ def quantized_linear(
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps).to(dtype)
     if activation_format:
-        q, q_scale = quantize(x, activation_format, input_scale)
-        x = dequantize(q, q_scale, None, None, ACTIVATION_FORMATS[activation_format], size, dtype)
+        x = rounded(x, activation_format, input_scale, dtype)
     y = linear(x, dequantize(weight, scale, zero, global_scale, format, size, dtype), bias)
     if is_gated:
         y = silu_and_mul(y)

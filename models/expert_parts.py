@@ -39,6 +39,7 @@ class ExpertMatrix:
     group_size = 0
     zero = None
     input_scale = None
+    input_order = None
 
     def __init__(self, experts: Experts, name: str, expert: int) -> None:
         self.format = experts.format

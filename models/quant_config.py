@@ -19,7 +19,7 @@ from compiled_engine.models.quant_plan import HEAD, LinearScheme, QuantPlan
 from compiled_engine.models.quant_torchao import read_torchao
 
 Rules = tuple[tuple[tuple[str, ...], LinearScheme], ...]
-_WEIGHT_ONLY = "activations stay as they are: products with 4-bit activations are not there"
+_WEIGHT_ONLY = "activations stay as they are: products with mxfp4 activations are not there"
 _DYNAMIC = "activations get a scale a token, where the checkpoint asks for one of all tokens"
 _CACHE_SCALES = "its scales of keys and values are used with --kv-cache-dtype fp8_e4m3"
 # Scales of keys and values, behind the attention layer's name or a projection's.
@@ -120,7 +120,6 @@ def _gptq(section: Section, folder: Path) -> QuantPlan:
         "cache_block_outputs backend pack_dtype mse damp_auto_increment uri version"
     )
     section.one_of("bits", 4)
-    section.one_of("desc_act", None, False)
     section.one_of("pack_dtype", None, "int32")
     field = "checkpoint_format" if section.values.get("checkpoint_format") else "format"
     version = section.one_of(field, None, "gptq", "gptq_v2")
@@ -131,6 +130,7 @@ def _gptq(section: Section, folder: Path) -> QuantPlan:
         group_size=_group_size(section, "group_size"),
         has_zero=not is_symmetric,
         scale_dtype=_scale_dtype(folder, ".scales"),
+        has_order=section.one_of("desc_act", None, False, True) is True,
     )
     ignored = () if section.values.get("lm_head") else (HEAD,)
     return QuantPlan(method="gptq", rules=((("Linear",), scheme),), ignored=ignored)
@@ -182,13 +182,12 @@ def _modelopt(section: Section, folder: Path) -> QuantPlan:
         scheme = _fp8_tensor(is_static=True)
     else:
         section.one_of("group_size", None, 16)
-        scheme = LinearScheme(format="nvfp4", layout="nvfp4")
+        scheme = LinearScheme(format="nvfp4", activation_format="nvfp4_tensor", layout="nvfp4")
     return QuantPlan(
         method="modelopt",
         rules=((("Linear",), scheme),),
         ignored=ignored,
         unused=KV_SCALES,
-        note=_WEIGHT_ONLY if algorithm == "NVFP4" else "",
     )
 
 
@@ -240,14 +239,14 @@ def _compressed_scheme(
                 "observer_kwargs scale_dtype zp_dtype actorder"
             )
     weights.one_of("dynamic", None, False)
-    weights.one_of("actorder", None, False, "static", "weight")
+    has_order = weights.one_of("actorder", None, False, "static", "weight", "group", True)
     kind = (weights.values.get("type"), weights.values.get("num_bits"))
     if kind == ("float", 8):
         return _compressed_fp8(weights, inputs)
     if kind == ("int", 8):
         return _compressed_int8(group, weights, inputs, packing)
     if kind == ("float", 4):
-        return _compressed_fp4(group, weights, packing)
+        return _compressed_fp4(group, weights, inputs, packing)
     if kind == ("int", 4):
         if inputs is not None:
             group.refuse("input_activations", "with 4-bit integer weights are not supported")
@@ -260,6 +259,7 @@ def _compressed_scheme(
             group_size=_group_size(weights, "group_size") if strategy == "group" else 0,
             has_zero=weights.one_of("symmetric", True, False) is False,
             scale_dtype=_scale_dtype(folder, ".weight_scale"),
+            has_order=has_order in ("group", True),
         )
         return scheme, ""
     weights.refuse("num_bits", f"is {kind[1]!r} of type {kind[0]!r}; supported are 4 and 8")
@@ -315,18 +315,30 @@ def _compressed_int8(
 
 
 def _compressed_fp4(
-    group: Section, weights: Section, packing: str | None
+    group: Section, weights: Section, inputs: Section | None, packing: str | None
 ) -> tuple[LinearScheme, str]:
-    note = "" if group.values.get("input_activations") is None else _WEIGHT_ONLY
     if packing == "nvfp4-pack-quantized":
         weights.one_of("strategy", "tensor_group")
         weights.one_of("group_size", 16)
-        return LinearScheme(format="nvfp4", layout="nvfp4_packed"), note
+        activation = "" if inputs is None else _fp4_activation(inputs)
+        scheme = LinearScheme(format="nvfp4", activation_format=activation, layout="nvfp4_packed")
+        return scheme, ""
     if packing == "mxfp4-pack-quantized":
         weights.one_of("strategy", "group")
         weights.one_of("group_size", 32)
+        note = "" if inputs is None else _WEIGHT_ONLY
         return LinearScheme(format="mxfp4", layout="mxfp4_packed"), note
     group.refuse("format", f"is {packing!r}; 4-bit floats are nvfp4- or mxfp4-pack-quantized")
+
+
+def _fp4_activation(inputs: Section) -> str:
+    """4 bits in groups of 16, whose own scales are made on the way; that of all may be stored."""
+    inputs.one_of("type", "float")
+    inputs.one_of("num_bits", 4)
+    inputs.one_of("symmetric", None, True)
+    inputs.one_of("strategy", "tensor_group")
+    inputs.one_of("group_size", 16)
+    return "nvfp4_token" if inputs.one_of("dynamic", "local", True) is True else "nvfp4_tensor"
 
 
 _METHODS: dict[str, Callable[[Section, Path], QuantPlan]] = {

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.quant_pack import PackedWeight, pack_codes, quantize_weight
+from compiled_engine.custom_ops.quant_pack import PackedWeight, quantize_weight, row_format
+from compiled_engine.custom_ops.reference_fp4 import pack_codes
 from compiled_engine.custom_ops.reference_quant import BLOCK
 from compiled_engine.errors import ConfigError
 
@@ -39,6 +40,7 @@ class Sizes(NamedTuple):
         stored: columns ours is stored with.
         has_zero: int4: it has codes that mean 0.
         is_static: the input's scale is a part of it.
+        has_order: the group of each column is a part of it.
     """
 
     rows: int
@@ -48,6 +50,7 @@ class Sizes(NamedTuple):
     stored: int
     has_zero: bool
     is_static: bool
+    has_order: bool
 
     @property
     def groups(self) -> int:
@@ -93,13 +96,13 @@ def _plain_expected(sizes: Sizes) -> dict[str, Expected]:
 
 def _plain_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
     if sizes.format != "fp8_token_block":
-        return quantize_weight(tensors["weight"], sizes.format)
+        return quantize_weight(tensors["weight"], row_format(sizes.format))
     packed = quantize_weight(tensors["weight"], "fp8_block")
     return packed._replace(scale=_scales_of_rows(packed.scale, sizes.rows))
 
 
-def _input_scale(sizes: Sizes) -> dict[str, Expected]:
-    return {"input_scale": Expected(SCALAR, FLOATS)} if sizes.is_static else {}
+def _input_scale(sizes: Sizes, name: str = "input_scale") -> dict[str, Expected]:
+    return {name: Expected(SCALAR, FLOATS)} if sizes.is_static else {}
 
 
 def _fp8_expected(sizes: Sizes) -> dict[str, Expected]:
@@ -178,13 +181,18 @@ def _scales_of_rows(scale: Tensor, num_rows: int) -> Tensor:
     return scale.repeat_interleave(BLOCK, 0)[:num_rows]
 
 
-def _fp4_expected(values: str, *scalars: str) -> Callable[[Sizes], dict[str, Expected]]:
+def _fp4_expected(
+    values: str, scalar: str = "", static: str = ""
+) -> Callable[[Sizes], dict[str, Expected]]:
+    """Names of the values, of the scale of all, and of that of the input where it is static."""
+
     def expected(sizes: Sizes) -> dict[str, Expected]:
-        dtype = E4M3 if sizes.format == "nvfp4" else torch.uint8
+        dtype = torch.uint8 if sizes.format == "mxfp4" else E4M3
         return {
             values: Expected(((sizes.rows, sizes.columns // 2),), (torch.uint8,)),
             "weight_scale": Expected(((sizes.rows, sizes.groups),), (dtype,)),
-            **{name: Expected(SCALAR, FLOATS) for name in scalars},
+            **({scalar: Expected(SCALAR, FLOATS)} if scalar else {}),
+            **_input_scale(sizes, static),
         }
 
     return expected
@@ -194,7 +202,7 @@ def _fp4_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
     values = tensors.get("weight_packed", tensors.get("weight"))
     assert values is not None
     global_scale = None
-    if sizes.format == "nvfp4":
+    if sizes.format != "mxfp4":
         if "weight_scale_2" in tensors:
             global_scale = tensors["weight_scale_2"].float()
         else:  # compressed-tensors divides by it
@@ -211,6 +219,8 @@ def _int32_columns_expected(sizes: Sizes) -> dict[str, Expected]:
         "weight_scale": Expected(((n, sizes.groups),), FLOATS),
         "weight_shape": Expected(((2,),), (torch.int64, torch.int32), is_optional=True),
     }
+    if sizes.has_order:
+        found["weight_g_idx"] = Expected(((k,),), (torch.int32, torch.int64))
     if sizes.has_zero:
         zeros = (-(-n // _PER_INT32), sizes.groups)
         found["weight_zero_point"] = Expected((zeros,), (torch.int32,))
@@ -223,7 +233,7 @@ def _int32_columns_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
         raise ConfigError(
             f"weight_shape is {shape.tolist()}, not {[sizes.rows, sizes.columns]}", param="model"
         )
-    codes = _nibbles(tensors["weight_packed"])[:, : sizes.columns]
+    codes = _in_order(_nibbles(tensors["weight_packed"])[:, : sizes.columns], sizes, tensors)
     zero = None
     if sizes.has_zero:  # packed along the rows
         zero = _nibbles(tensors["weight_zero_point"].T).T[: sizes.rows]
@@ -236,8 +246,35 @@ def _gptq_expected(sizes: Sizes) -> dict[str, Expected]:
         "qweight": Expected(((k // _PER_INT32, n),), (torch.int32,)),
         "qzeros": Expected(((groups, n // _PER_INT32),), (torch.int32,)),
         "scales": Expected(((groups, n),), FLOATS),
-        "g_idx": Expected(((k,),), (torch.int32,), is_optional=True),
+        "g_idx": Expected(((k,),), (torch.int32,), is_optional=not sizes.has_order),
     }
+
+
+def column_order(sizes: Sizes, tensors: Tensors) -> Tensor | None:
+    """Columns sorted by their groups, int64 [k]; None where groups are of neighbours.
+
+    Raises:
+        ConfigError: the groups are not of the size that the config says.
+    """
+    if not sizes.has_order:
+        return None
+    index = tensors["g_idx" if "g_idx" in tensors else "weight_g_idx"].long()
+    order = index.argsort(stable=True)
+    if not torch.equal(index[order], _neighbours(sizes, index.device)):
+        raise ConfigError(
+            f"g_idx does not give every group {sizes.group} columns", param="quantization_config"
+        )
+    return order
+
+
+def _neighbours(sizes: Sizes, device: torch.device) -> Tensor:
+    """The group of each column where groups are of neighbours."""
+    return torch.arange(sizes.columns, device=device) // sizes.group
+
+
+def _in_order(codes: Tensor, sizes: Sizes, tensors: Tensors) -> Tensor:
+    order = column_order(sizes, tensors)
+    return codes if order is None else codes[:, order]
 
 
 def _gptq_packed(offset: int) -> Callable[[Sizes, Tensors], PackedWeight]:
@@ -245,14 +282,14 @@ def _gptq_packed(offset: int) -> Callable[[Sizes, Tensors], PackedWeight]:
 
     def packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
         index = tensors.get("g_idx")
-        if index is not None:
-            columns = torch.arange(sizes.columns, device=index.device)
-            if not torch.equal(index.long(), columns // sizes.group):
-                raise ConfigError(
-                    "g_idx sorts the columns by activation order, which is not supported",
-                    param="quantization_config",
-                )
-        codes = _nibbles(tensors["qweight"].T)
+        is_plain = index is None or torch.equal(index.long(), _neighbours(sizes, index.device))
+        if not is_plain and not sizes.has_order:
+            raise ConfigError(
+                "g_idx sorts the columns by activation order; the config says it does not "
+                "(desc_act)",
+                param="quantization_config",
+            )
+        codes = _in_order(_nibbles(tensors["qweight"].T), sizes, tensors)
         # A zero of 0, less one, is stored as 15.
         zero = (_nibbles(tensors["qzeros"]).T + offset) & 15
         if not sizes.has_zero and not bool((zero == 8).all()):
@@ -319,9 +356,13 @@ LAYOUTS: dict[str, Layout] = {
     "int8": Layout(_int8_expected, _scaled_packed),
     "int4_rows": Layout(_int32_columns_expected, _int32_columns_packed),
     "nvfp4_packed": Layout(
-        _fp4_expected("weight_packed", "weight_global_scale"), _fp4_packed, ("input_global_scale",)
+        _fp4_expected("weight_packed", "weight_global_scale", "input_global_scale"),
+        _fp4_packed,
+        ("input_global_scale",),
     ),
-    "nvfp4": Layout(_fp4_expected("weight", "weight_scale_2"), _fp4_packed, ("input_scale",)),
+    "nvfp4": Layout(
+        _fp4_expected("weight", "weight_scale_2", "input_scale"), _fp4_packed, ("input_scale",)
+    ),
     "mxfp4_packed": Layout(_fp4_expected("weight_packed"), _fp4_packed),
     "gptq": Layout(_gptq_expected, _gptq_packed(1)),
     "gptq_v2": Layout(_gptq_expected, _gptq_packed(0)),

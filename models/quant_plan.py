@@ -21,9 +21,14 @@ ONLINE_FORMATS = {
     "int8": ("int8_channel", "int8_token"),
     "int4": ("int4_group", ""),
     "nvfp4": ("nvfp4", ""),
+    "nvfp4_w4a4": ("nvfp4", "nvfp4_token"),
     "mxfp4": ("mxfp4", ""),
 }
 HEAD = "lm_head"
+_FP4_NOTE = (
+    "activations stay as they are, where the checkpoint asks for 4 bits: products of such need "
+    "compute capability 10.0"
+)
 # Layers that are never quantised on the way in: they are small, or choose experts.
 _NEVER_ONLINE = ("embed_tokens", "gate", "router", "shared_expert_gate")
 
@@ -40,6 +45,7 @@ class LinearScheme:
         group_size: int4_group: columns that share a scale; 0 is all.
         has_zero: int4_group: codes that mean 0 are stored.
         scale_dtype: int4_group: dtype of the scales.
+        has_order: int4_group: which columns share a group is stored; ours are sorted by it.
     """
 
     format: str
@@ -48,6 +54,7 @@ class LinearScheme:
     group_size: int = 0
     has_zero: bool = False
     scale_dtype: str = "bfloat16"
+    has_order: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +129,22 @@ def online_plan(name: str, dtype: str, *, quantizes_head: bool) -> QuantPlan:
     return QuantPlan(method=name, rules=((("Linear",), scheme),), ignored=ignored)
 
 
+def without_fp4_activations(plan: QuantPlan) -> QuantPlan:
+    """The plan of a checkpoint for a device that does not multiply 4-bit activations.
+
+    Just the weights of such layers are quantised; the plan's note says so.
+    """
+
+    def kept(scheme: LinearScheme) -> LinearScheme:
+        is_fp4 = scheme.activation_format.startswith("nvfp4")
+        return replace(scheme, activation_format="") if is_fp4 else scheme
+
+    rules = tuple((patterns, kept(scheme)) for patterns, scheme in plan.rules)
+    if rules == plan.rules:
+        return plan
+    return replace(plan, rules=rules, note="; ".join(filter(None, (_FP4_NOTE, plan.note))))
+
+
 def online_scheme(name: str, dtype: str) -> LinearScheme:
     """The scheme of `--quantization name`."""
     weights, activations = ONLINE_FORMATS[name]
@@ -139,9 +162,11 @@ def with_quantized_head(plan: QuantPlan, dtype: str) -> QuantPlan:
     """
     if plan.scheme(HEAD) is not None:
         return plan
-    wanted = plan.rules[0][1].format
-    by_format = {weights: name for name, (weights, _) in ONLINE_FORMATS.items()}
-    name = by_format.get(wanted, "fp8")
+    wanted = plan.rules[0][1]
+    names = [name for name, (weights, _) in ONLINE_FORMATS.items() if weights == wanted.format]
+    has_activations = bool(wanted.activation_format)
+    alike = [name for name in names if bool(ONLINE_FORMATS[name][1]) == has_activations]
+    name = next(iter((*alike, *names)), "fp8")
     rules = (((f"re:{HEAD}$",), online_scheme(name, dtype)), *plan.rules)
     # Patterns that mean the head and nothing else are dropped; others keep it out of this one.
     ignored = tuple(pattern for pattern in plan.ignored if not matches(pattern, HEAD))

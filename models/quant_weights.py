@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from compiled_engine.custom_ops.quant_pack import PackedWeight, quantize_weight
+from compiled_engine.custom_ops.quant_pack import PackedWeight, quantize_weight, row_format
 from compiled_engine.custom_ops.reference_quant import PACKED_FORMATS
 from compiled_engine.errors import ConfigError
-from compiled_engine.models.quant_layouts import LAYOUTS, Expected, Layout, Sizes
+from compiled_engine.models.quant_layouts import LAYOUTS, Expected, Layout, Sizes, column_order
 from compiled_engine.models.quant_linear import QuantLinear
 from compiled_engine.models.quant_plan import LinearScheme
 
@@ -45,6 +45,10 @@ class QuantRows(Protocol):
     @property
     def input_scale(self) -> Tensor | None:
         """Static scale of the input."""
+
+    @property
+    def input_order(self) -> Tensor | None:
+        """Columns of the input in the order of the weight's."""
 
     def fill(self, packed: PackedWeight, start: int, num_rows: int) -> None:
         """Copies a quantised matrix into rows from `start` on."""
@@ -85,6 +89,7 @@ class QuantPart:
             columns,
             module.scheme.has_zero,
             module.input_scale is not None,
+            module.input_order is not None,
         )
 
     def expected(self) -> dict[str, Expected]:
@@ -101,19 +106,34 @@ class QuantPart:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Repacks the tensors, by their full names, into the module's rows."""
         found = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
-        static = found.pop("input_scale", None) if self.sizes.is_static else None
+        is_inverse = "input_global_scale" in found  # compressed-tensors multiplies by it
+        name = "input_global_scale" if is_inverse else "input_scale"
+        static = found.pop(name, None) if self.sizes.is_static else None
         try:
             packed = self.layout.packed(self.sizes, found)
+            self._order_input(column_order(self.sizes, found))
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}", param=error.param) from error
         self.module.fill(packed, self.start, self.num_rows)
         if static is not None:
             assert self.module.input_scale is not None
             # The parts read one input: the largest of their scales clips nothing.
-            scale = static.float().reshape(1)
+            scale = (1.0 / static if is_inverse else static).float().reshape(1)
             if self.start:
                 scale = torch.maximum(scale, self.module.input_scale)
             self.module.input_scale.copy_(scale)
+
+    def _order_input(self, order: Tensor | None) -> None:
+        mine = self.module.input_order
+        if order is None or mine is None:
+            return
+        if self.start and not torch.equal(order.to(mine.device), mine):
+            raise ConfigError(
+                "its columns are in another order than those of the layers beside it, with which "
+                "it is one matrix here",
+                param="quantization_config",
+            )
+        mine.copy_(order)
 
 
 def quant_parts(
@@ -179,9 +199,11 @@ def fill_random(module: QuantRows, normal: Callable[[Tensor], Tensor], dtype: to
     """Random weights: `normal` fills a matrix [n, k] of `dtype`, which is then quantised."""
     shape = (module.out_features, module.in_features)
     values = normal(torch.empty(shape, dtype=dtype, device=module.weight.device))
-    packed = quantize_weight(values, module.format, module.group_size)
+    packed = quantize_weight(values, row_format(module.format), module.group_size)
     if module.zero is not None:
         packed = packed._replace(zero=torch.full_like(module.zero, 8))
     module.fill(packed, 0, module.out_features)
     if module.input_scale is not None:
         module.input_scale.fill_(1.0 / 16)
+    if module.input_order is not None:
+        module.input_order.copy_(torch.arange(module.in_features))

@@ -21,10 +21,10 @@ from torch import Tensor
 from compiled_engine.custom_ops.quant_pack import (
     INT4_GROUP,
     MXFP4_GROUP,
-    NVFP4_GROUP,
     PackedWeight,
     quantize_weight,
 )
+from compiled_engine.custom_ops.reference_fp4 import NVFP4_GROUP
 from compiled_engine.errors import ConfigError
 from compiled_engine.models import ARCHITECTURES
 from compiled_engine.models.checkpoint import (

@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compiled_engine.custom_ops.reference_quant import ACTIVATION_FORMATS
+from compiled_engine.custom_ops.reference_quant import (
+    ACTIVATION_FORMATS,
+    FP4_ACTIVATIONS,
+    activation_layout,
+)
 from compiled_engine.passes.pattern import Graph, Node, calls, is_item_of
 
 
@@ -76,10 +80,10 @@ def _with_activation(product: QuantProduct) -> QuantProduct:
     x = product.x
     if not _is_dequantized(x):
         return product
-    q, q_scale, zero, global_scale, layout, size, dtype = x.args
-    for name, made_as in ACTIVATION_FORMATS.items():
-        quantizer = _quantizer(q, q_scale, name)
-        if quantizer is None or layout != made_as or zero is not None or global_scale is not None:
+    q, q_scale, zero, token_scale, layout, size, dtype = x.args
+    for name in (*ACTIVATION_FORMATS, *FP4_ACTIVATIONS):
+        quantizer = _quantizer((q, q_scale, token_scale), name)
+        if quantizer is None or layout != activation_layout(name) or zero is not None:
             continue
         source, static = quantizer
         value = source.meta["val"]
@@ -96,28 +100,40 @@ def _is_dequantized(node: Any) -> bool:
     return isinstance(node, Node) and node.target is torch.ops.ce.dequantize.default
 
 
-def _quantizer(q: Any, q_scale: Any, activation_format: str) -> tuple[Node, Node | None] | None:
-    """Input and static scale of the quantiser that made both, if it makes this format."""
+def _quantizer(outputs: tuple[Any, ...], activation_format: str) -> tuple[Node, Node | None] | None:
+    """Input and static scale of the quantiser that made them all, if it makes this format.
+
+    `outputs` are q, its scale, and the scale of tokens, None where there is none.
+    """
     ce = torch.ops.ce
-    is_int8 = activation_format == "int8_token"
+    is_int8, is_fp4 = activation_format == "int8_token", activation_format in FP4_ACTIVATIONS
     overload = ce.quantize_int8.default if is_int8 else ce.quantize_fp8.default
-    if not (is_item_of(q, overload, 0) and is_item_of(q_scale, overload, 1)):
+    if is_fp4:
+        overload = ce.quantize_nvfp4.default
+    elif outputs[2] is not None:
         return None
-    if q.args[0] is not q_scale.args[0] or made_format(q.args[0]) != activation_format:
+    made = outputs if is_fp4 else outputs[:2]
+    if not all(is_item_of(output, overload, index) for index, output in enumerate(made)):
         return None
-    source, *rest = q.args[0].args
-    return source, None if is_int8 else rest[1]
+    quantizer = made[0].args[0]
+    if any(output.args[0] is not quantizer for output in made):
+        return None
+    if made_format(quantizer) != activation_format:
+        return None
+    return quantizer.args[0], None if is_int8 else quantizer.args[-1]
 
 
 def made_format(node: Node) -> str:
     """The activation format that a quantiser's node makes."""
     if node.target is torch.ops.ce.quantize_int8.default:
         return "int8_token"
+    if node.target is torch.ops.ce.quantize_nvfp4.default:
+        return "nvfp4_token" if node.args[1] is None else "nvfp4_tensor"
     return f"fp8_{node.args[1]}"
 
 
 def quantizers(graph: Graph) -> Iterator[tuple[Node, str, Node | None]]:
-    """Every quantiser of activations: the node, what it makes, and its static scale."""
+    """Every quantiser of activations to bytes: the node, what it makes, and its static scale."""
     for node in calls(graph, torch.ops.ce.quantize_int8.default):
         yield node, "int8_token", None
     for node in calls(graph, torch.ops.ce.quantize_fp8.default):

@@ -1,51 +1,63 @@
-"""`python -m perf run | check | compare | report`: measure, judge and show.
+"""`python -m perf run | check | record | compare | report`: measure, judge and show.
 
-run      measures a scenario and appends its rows to perf/results/<machine>/
-check    exit code 1 if the newest run breaks perf/expected.json; lists metrics without a guard
-compare  two runs side by side
-report   the newest run of each scenario; --markdown writes perf/README.md
+run      measures a scenario, or a suite of them, and appends rows to perf/results/<machine>/
+check    exit code 1 if the newest run is worse, or better, than what was recorded, or misses a
+         target where nothing was; lists what is unguarded; --suite ci measures anew
+record   makes what runs have reached, and the margin they give, the expectation
+compare  two runs side by side, judged by their noise
+report   the newest run of each scenario; --markdown and --html write documents
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from perf import (
-    cpu_vs_peers,
-    device_parity,
-    gpu_models,
-    gpu_step,
-    op_bench,
-    overload,
-    server_overhead,
+from perf.judge import (
+    ANY_MACHINE,
+    Recorded,
+    judge,
+    read_expectations,
+    read_recorded,
+    record,
+    write_recorded,
 )
-from perf.machine import commit, environment, idle_percent, machine_name
-from perf.report import compare_runs, report, show, write_markdown
-from perf.rows import ROOT, Outcome, Row, newest_run, read_expectations, read_rows, write_rows
+from perf.rows import ROOT, Outcome, Row, newest_run, read_rows, write_rows
+from perf.stopping import Stopped, stoppable
+from perf.suites import SUITES, chosen, run_suite
 
-SCENARIOS: dict[str, Any] = {
-    module.NAME: module
-    for module in (
-        cpu_vs_peers,
-        device_parity,
-        gpu_models,
-        gpu_step,
-        op_bench,
-        overload,
-        server_overhead,
-    )
-}
+SCENARIOS = (
+    "agentic",
+    "ci",
+    "cpu_ops",
+    "cpu_step",
+    "cpu_vs_peers",
+    "device_parity",
+    "gpu_models",
+    "gpu_step",
+    "op_bench",
+    "overload",
+    "passes",
+    "server_overhead",
+    "serving",
+    "start",
+)
+
+
+def load_scenario(name: str) -> Any:
+    """The module of a scenario; that of `ci` is called `gates`."""
+    return importlib.import_module("perf.gates" if name == "ci" else f"perf.{name}")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all four."""
+    """The parser of all five."""
     parser = argparse.ArgumentParser(
         prog="python -m perf",
         description=__doc__,
@@ -56,69 +68,110 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--machine", help="folder below DIR (default: this machine's)")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", allow_abbrev=False)
-    run.add_argument("scenario", choices=SCENARIOS)
-    run.add_argument("--model", help="folder, GGUF file or id, or shapes of gpu_models")
+    run.add_argument("scenario", nargs="?", choices=SCENARIOS)
+    run.add_argument("--suite", choices=SUITES, help="a list of scenarios instead of one")
+    run.add_argument("--only", metavar="PART,PART", help="parts of the scenario or the suite")
+    run.add_argument("--model", help="folder, GGUF file or id, or shapes of GPU scenarios")
     run.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vLLM")
     run.add_argument("--num-repeats", type=int, metavar="N", help="turns that count")
     run.add_argument("--output-len", type=int, metavar="N", help="tokens an answer")
     run.add_argument(
         "--no-start", dest="with_start", action="store_false", help="leave the two starts out"
     )
-    run.add_argument("--only", metavar="PART,PART", help="parts of a GPU scenario")
     run.add_argument("--commit", metavar="ID", help="where the files are no checkout of their own")
-    commands.add_parser("check").add_argument("scenario", choices=SCENARIOS)
+    run.add_argument("--cache-dir", type=Path, metavar="DIR", help="of `ci`: compiled code")
+    checked = commands.add_parser("check", allow_abbrev=False)
+    checked.add_argument("scenario", nargs="?", choices=SCENARIOS)
+    checked.add_argument("--suite", choices=SUITES, help="all its scenarios; ci measures anew")
+    checked.add_argument("--cache-dir", type=Path, metavar="DIR", help="of `ci`: compiled code")
+    recorded = commands.add_parser("record", allow_abbrev=False)
+    recorded.add_argument("scenario", choices=SCENARIOS)
+    recorded.add_argument("--num-runs", type=int, default=1, metavar="N", help="newest N runs")
     compare = commands.add_parser("compare")
-    compare.add_argument("run_ids", nargs=2, metavar="RUN_ID")
+    compare.add_argument("runs", nargs=2, metavar="RUN", help="run id, commit, or file of rows")
     shown = commands.add_parser("report")
     shown.add_argument("--markdown", type=Path, metavar="FILE", help="all machines, as a document")
+    shown.add_argument("--html", type=Path, metavar="FILE", help="all machines, with plots")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the command."""
-    args = build_parser().parse_args(argv)
-    folder = args.results / (args.machine or machine_name())
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command in ("run", "check") and (args.scenario is None) == (args.suite is None):
+        parser.error(f"{args.command}: either a scenario or --suite")
+    if args.command == "run" and args.suite is not None:
+        return run_suite(chosen(args.suite, args.only), *_words(args))
+    if args.command == "compare":
+        from perf.compare import compare_runs
+
+        return compare_runs(args.results, args.machine, *args.runs)
+    if args.command == "report" and (args.markdown or args.html):
+        return write_documents(args)
+    return _with_rows(args, args.machine or _this_machine())
+
+
+def _with_rows(args: argparse.Namespace, machine: str) -> int:
+    folder = args.results / machine
     if args.command == "run":
         return run_scenario(args, folder)
-    if args.command == "report" and args.markdown is not None:
-        write_markdown(args.markdown, args.results)
-        return 0
     rows = read_rows(folder)
     if args.command == "check":
-        return check(newest_run(rows, args.scenario))
-    if args.command == "compare":
-        return compare_runs(rows, *args.run_ids)
+        return check_command(args, rows, read_recorded(machine))
+    if args.command == "record":
+        return record_command(args, rows, machine)
+    from perf.report import report
+
     report(rows)
+    return 0
+
+
+def _this_machine() -> str:
+    from perf.machine import machine_name
+
+    return machine_name()
+
+
+def _words(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The words of a suite's command that hold for every part: before `run`, and behind it."""
+    words = ["--results", str(args.results)]
+    words += ["--machine", args.machine] if args.machine else []
+    more = ["--commit", args.commit] if args.commit else []
+    given = [name for name in ("model", "vllm_python", "output_len") if getattr(args, name)]
+    if given:
+        raise SystemExit(f"--{given[0].replace('_', '-')}: run the scenario by itself with it")
+    more += ["--num-repeats", str(args.num_repeats)] if args.num_repeats else []
+    return words, more
+
+
+def write_documents(args: argparse.Namespace) -> int:
+    """The documents of all machines."""
+    if args.markdown is not None:
+        from perf.report import write_markdown
+
+        write_markdown(args.markdown, args.results)
+    if args.html is not None:
+        from perf.page import write_page
+
+        write_page(args.html, args.results)
     return 0
 
 
 def run_scenario(args: argparse.Namespace, folder: Path) -> int:
     """Measures, appends and shows the rows of one run."""
+    from perf.report import show
+
     if args.num_repeats is not None and args.num_repeats < 1:
         raise SystemExit(f"--num-repeats is {args.num_repeats}; allowed is at least 1")
     if args.output_len is not None and args.output_len < 2:
         raise SystemExit(f"--output-len is {args.output_len}; allowed is at least 2")
-    scenario = SCENARIOS[args.scenario]
-    names = [f.name for f in fields(scenario.Options)]
-    given = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
-    idle_before = idle_percent()
-    outcome: Outcome = scenario.run(
-        scenario.Options(**given), lambda text: print(text, file=sys.stderr, flush=True)
-    )
-    idle = {"idle_percent_before": idle_before, "idle_percent_after": idle_percent()}
-    made_at = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-    made_from = args.commit or commit()
-    rows = [
-        entry.row(
-            scenario=args.scenario,
-            run_id=f"{made_at}-{made_from}",
-            commit=made_from,
-            command=shlex.join(["python", "-m", "perf", *sys.argv[1:]]),
-            environment=environment() | dict(outcome.environment) | idle,
-            void=outcome.void,
-        )
-        for entry in outcome.measured
-    ]
+    try:
+        with stoppable():
+            rows, outcome = measure(args.scenario, vars(args))
+    except Stopped:
+        print(f"{args.scenario}: stopped by a signal; nothing of it is kept", file=sys.stderr)
+        return 1
     if rows:
         print(f"appended to {write_rows(rows, folder)}", file=sys.stderr)
         for name, text in outcome.documents.items():
@@ -129,24 +182,92 @@ def run_scenario(args: argparse.Namespace, folder: Path) -> int:
     return int(bool(outcome.failures))
 
 
-def check(rows: Sequence[Row]) -> int:
-    """Judges one run against the expectations."""
+def measure(name: str, given: Mapping[str, Any]) -> tuple[list[Row], Outcome]:
+    """Runs a scenario; its rows, and what it handed back."""
+    from perf.machine import commit, environment, idle_percent
+
+    scenario = load_scenario(name)
+    known = [f.name for f in fields(scenario.Options)]
+    options = {n: given[n] for n in known if given.get(n) is not None}
+    idle_before = idle_percent()
+    outcome: Outcome = scenario.run(
+        scenario.Options(**options), lambda text: print(text, file=sys.stderr, flush=True)
+    )
+    idle = {"idle_percent_before": idle_before, "idle_percent_after": idle_percent()}
+    made_at = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    made_from = given.get("commit") or commit()
+    rows = [
+        entry.row(
+            scenario=name,
+            run_id=f"{made_at}-{made_from}",
+            commit=made_from,
+            command=shlex.join(["python", "-m", "perf", *sys.argv[1:]]),
+            environment=environment() | dict(outcome.environment) | idle,
+            void=outcome.void,
+            seed=outcome.seed,
+        )
+        for entry in outcome.measured
+    ]
+    return rows, outcome
+
+
+def check_command(
+    args: argparse.Namespace, rows: Sequence[Row], recorded: Mapping[str, Mapping[str, Recorded]]
+) -> int:
+    """Judges one scenario, or those of a suite that were run on this machine."""
+    if args.suite is None:
+        return check(newest_run(rows, args.scenario), recorded.get(args.scenario, {}))
+    failed = False
+    for scenario in dict.fromkeys(part.scenario for part in SUITES[args.suite]):
+        run = newest_run(rows, scenario)
+        if scenario == "ci":
+            run, _ = measure(scenario, vars(args))
+        elif not run:
+            print(f"{scenario}: never run on this machine")
+            continue
+        print(f"-- {scenario}")
+        failed |= bool(check(run, recorded.get(scenario, {}), is_whole=scenario == "ci"))
+    return int(failed)
+
+
+def check(
+    rows: Sequence[Row], recorded: Mapping[str, Recorded] | None = None, *, is_whole: bool = False
+) -> int:
+    """Judges one run; of a whole one everything that was recorded must be there."""
     if not rows:
         print("no run to check", file=sys.stderr)
         return 1
+    recorded = recorded or {}
     expectations = read_expectations().get(rows[0].scenario, {})
     has_failed = rows[0].void
     if has_failed:
         print(f"run {rows[0].run_id} is void: the device gave less than it should")
+    unguarded = []
     for row in rows:
-        expected = expectations.get(row.key)
-        failure = expected.failure(row.value) if expected else None
-        has_failed = has_failed or failure is not None
-        verdict = "no guard" if expected is None else failure or "ok"
-        print(f"{row.key}: {row.value:.4g} {row.unit}: {verdict}")
-    for missing in sorted(expectations.keys() - {row.key for row in rows}):
+        verdict = judge(row, expectations.get(row.key), recorded.get(row.key))
+        has_failed = has_failed or verdict.has_failed
+        if not verdict.is_guarded:
+            unguarded.append(row.key)
+        print(f"{row.key}: {row.value:.4g} {row.unit}: {verdict.text}")
+    seen = {row.key for row in rows}
+    for missing in sorted((expectations.keys() | recorded.keys()) - seen):
         print(f"{missing}: not measured")
+        has_failed = has_failed or (is_whole and missing in recorded)
+    print(f"{len(unguarded)} of {len(rows)} unguarded: {', '.join(unguarded) or 'none'}")
     return int(has_failed)
+
+
+def record_command(args: argparse.Namespace, rows: Sequence[Row], machine: str) -> int:
+    """Makes the newest runs of a scenario the expectation, with the margin they give."""
+    own = [row for row in rows if row.scenario == args.scenario and not row.void]
+    run_ids = list(dict.fromkeys(row.run_id for row in own))[-args.num_runs :]
+    if len(run_ids) < args.num_runs:
+        print(f"{len(run_ids)} runs of {args.scenario}, not {args.num_runs}", file=sys.stderr)
+        return 1
+    entries = record([[row for row in own if row.run_id == run_id] for run_id in run_ids])
+    write_recorded(ANY_MACHINE if args.scenario == "ci" else machine, args.scenario, entries)
+    print(f"recorded {len(entries)} values of {', '.join(run_ids)}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -46,12 +46,13 @@ class ModelShape:
         """What its parts weigh and compute."""
         import tempfile
 
+        from compiled_engine.custom_ops.registry import Target
         from compiled_engine.settings import model_config_of
 
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self.config))
             config = EngineConfig(model=folder, load_format="dummy", **self.options)
-            return _costs(model_config_of(config, Path(folder)))
+            return _costs(model_config_of(config, Path(folder), Target("cuda")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Rows of results: what one says, where they lie, what is expected of them.
+"""Rows of results: what one says, where they lie.
 
 A row is one metric of one run, as a line of JSON in `perf/results/<machine>/<scenario>.jsonl`.
 Times of different runs are never compared: a metric of speed is a ratio within its run, or stands
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent
-EXPECTED = ROOT / "expected.json"
-# The scenario whose runs have rows of several models, which alone tell them apart.
-MANY_MODELS = "gpu_models"
+# Scenarios that are run of several models, which alone tell their rows apart.
+MANY_MODELS = ("agentic", "gpu_models", "start")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +35,7 @@ class Row:
         batch: rows of the batch, where the metric has one.
         case: what tells rows of one metric and batch apart; empty where nothing must.
         void: the machine gave too little for any row of the run to count.
+        seed: of prompts and arrivals; None where nothing is drawn.
     """
 
     scenario: str
@@ -53,13 +53,19 @@ class Row:
     batch: int | None = None
     case: str = ""
     void: bool = False
+    seed: int | None = None
 
     @property
     def key(self) -> str:
         """What the row is called in `expected.json`: `metric[batch=8,case=cold]`."""
-        is_named = self.scenario == MANY_MODELS and self.model
-        model = f"{self.model},{self.dtype}" if is_named else ""
-        return key_of(self.metric, self.batch, self.case, model)
+        return key_of(self.metric, self.batch, self.case, self.model_name)
+
+    @property
+    def model_name(self) -> str:
+        """Model and dtype, where a scenario has several; else empty."""
+        if self.scenario not in MANY_MODELS:
+            return ""
+        return ",".join(part for part in (self.model, self.dtype) if part)
 
 
 def key_of(metric: str, batch: int | None = None, case: str = "", model: str = "") -> str:
@@ -108,6 +114,7 @@ class Outcome:
         void: see `Row`.
         failures: what could not be measured, and why; the rest still counts.
         documents: file name -> text, to lie beside the rows.
+        seed: see `Row`.
     """
 
     measured: Sequence[Measured]
@@ -115,29 +122,7 @@ class Outcome:
     void: bool = False
     failures: Sequence[str] = ()
     documents: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """What `expected.json` says of one metric; exactly one of the three is given."""
-
-    at_least: float | None = None
-    at_most: float | None = None
-    equals: float | None = None
-
-    def failure(self, value: float) -> str | None:
-        """What is wrong with `value`, None if nothing."""
-        if self.at_least is not None and value < self.at_least:
-            return f"below {self.at_least:g}"
-        if self.at_most is not None and value > self.at_most:
-            return f"above {self.at_most:g}"
-        if self.equals is not None and value != self.equals:
-            return f"not {self.equals:g}"
-        return None
-
-    def __str__(self) -> str:
-        signs = (("≥", self.at_least), ("≤", self.at_most), ("=", self.equals))
-        return " ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
+    seed: int | None = 0
 
 
 def write_rows(rows: Sequence[Row], folder: Path) -> Path:
@@ -151,26 +136,22 @@ def write_rows(rows: Sequence[Row], folder: Path) -> Path:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """All rows of a machine, oldest first in each file. Fields with a default may be missing."""
+    """All rows of a machine, oldest first in each file."""
+    return [row for path in sorted(folder.glob("*.jsonl")) for row in read_file(path)]
+
+
+def read_file(path: Path) -> list[Row]:
+    """The rows of one file. Fields with a default may be missing."""
     names = {f.name for f in fields(Row)}
     required = {f.name for f in fields(Row) if f.default is MISSING}
     rows = []
-    for path in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            values = json.loads(line)
-            wrong = (required - values.keys()) | (values.keys() - names)
-            if wrong:
-                raise SystemExit(f"{path}:{number}: no row: {sorted(wrong)}")
-            rows.append(Row(**values | {"spread": tuple(values["spread"])}))
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        values = json.loads(line)
+        wrong = (required - values.keys()) | (values.keys() - names)
+        if wrong:
+            raise SystemExit(f"{path}:{number}: no row: {sorted(wrong)}")
+        rows.append(Row(**values | {"spread": tuple(values["spread"])}))
     return rows
-
-
-def read_expectations() -> dict[str, dict[str, Expectation]]:
-    """Scenario -> row key -> what is expected of it."""
-    return {
-        scenario: {key: Expectation(**entry) for key, entry in entries.items()}
-        for scenario, entries in json.loads(EXPECTED.read_text()).items()
-    }
 
 
 def newest_runs(rows: Sequence[Row], scenario: str) -> list[list[Row]]:

@@ -67,8 +67,7 @@ class ServerProcess:
         while not self._is_up():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._end()
-                self._log.seek(0)
-                text = self._log.read().decode(errors="replace")
+                text = self.output()
                 self._log.close()
                 raise SystemExit(f"the server {self.name} did not start:\n{text[-4000:]}")
             time.sleep(0.2)
@@ -100,6 +99,12 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def output(self) -> str:
+        """What it has written so far."""
+        # Not by reading the file: its position is the server's as well.
+        number = self._log.fileno()
+        return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
 
     def pause(self) -> None:
         """Stops all its processes until its next turn."""

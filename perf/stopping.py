@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -13,6 +15,17 @@ class Stopped(BaseException):
 def stop_on_sigterm() -> None:
     """From here on SIGTERM raises `Stopped` in the main thread."""
     signal.signal(signal.SIGTERM, _stop)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """`stop_on_sigterm` for a block."""
+    before = signal.getsignal(signal.SIGTERM)
+    stop_on_sigterm()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stop(*_: Any) -> None:

@@ -12,7 +12,8 @@ from typing import get_args
 from compiled_engine.commands.flags import add_model_argument
 from compiled_engine.config import DeviceName, EngineConfig, Quantization, default_cache_dir
 
-_FORMATS = tuple(name for name in get_args(Quantization) if name != "auto")
+# Formats of weights; how activations are made of 4 bits is not a part of what is written.
+_FORMATS = tuple(name for name in get_args(Quantization) if name not in ("auto", "nvfp4_w4a4"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -76,7 +76,7 @@ class Piece:
         store: what earlier starts compiled; None keeps nothing.
 
     Attributes:
-        loaded: what is called; None before the first call.
+        loaded: what is called; None before the first call, and where only Dynamo can call it.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Piece:
         self._options = options
         self._counters = counters
         self._store = store
+        self._traced: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls the function; the first call loads or compiles it."""
@@ -106,6 +107,8 @@ class Piece:
 
     def first(self, *arguments: Any) -> Any:
         """Makes `loaded`, from the store or by compiling, and calls the function."""
+        if self._traced is not None:
+            return self._traced(*arguments)
         start = time.perf_counter()
         try:
             self.loaded = self._from_store()
@@ -143,6 +146,8 @@ class Piece:
         try:
             returned = traced(*arguments)
             self.loaded = self._recorded(capture, returned, arguments, before)
+            if self.loaded is None:
+                self._traced = traced
         finally:
             capture.forget()
         return returned
@@ -153,46 +158,47 @@ class Piece:
         returned: Any,
         arguments: tuple[Any, ...],
         before: tuple[dict[str, int], int],
-    ) -> LoadedProgram | Captured:
+    ) -> LoadedProgram | Captured | None:
         from compiled_engine.compile import program_record as recording
 
-        matches, expansions = before
         named = dict(zip(self.parameters, arguments, strict=True))
-        inputs = recording.graph_inputs(capture.graph, capture.sources)
-        outputs = recording.output_structure(returned, capture.results, named)
+        try:
+            inputs = recording.graph_inputs(capture.graph, capture.sources)
+            outputs = recording.output_structure(returned, capture.results, named)
+        except recording.NotRecordable as error:
+            return self._refuse(error)
         try:
             recording.check_same(capture.watched, capture.arguments, capture.results)
-            counters = self._counters
             program = recording.record(
                 capture.watched,
                 name=self.name,
                 inputs=inputs,
                 outputs=outputs,
-                num_matches={
-                    name: count - matches.get(name, 0)
-                    for name, count in counters.num_matches.items()
-                    if count != matches.get(name, 0)
-                },
-                num_expansions=counters.num_expansions - expansions,
+                num_matches=self._counters.matches_since(before[0]),
+                num_expansions=self._counters.num_expansions - before[1],
             )
             # What runs here is what a later start will run.
             data = program.to_bytes()
             loaded = LoadedProgram(Program.from_bytes(data), self.parameters)
         except (recording.NotRecordable, ProgramError) as error:
-            self._counters.num_unrecorded += 1
-            logger.warning("%s is compiled again at every start: %s", self.name, str(error))
-            sources = [item.source for item in inputs]
+            self._refuse(error)
             made = capture.compiled
             return Captured(
                 inputs,
                 outputs,
-                binder(self.parameters, sources),
+                binder(self.parameters, [item.source for item in inputs]),
                 lambda values: made(*values),
                 rebuilder(self.parameters, outputs),
             )
         if self._store is not None:
             self._store.save(self.name, data)
         return loaded
+
+    def _refuse(self, error: Exception) -> None:
+        """Counts and says that the piece cannot be kept."""
+        self._counters.num_unrecorded += 1
+        # The text alone: a record of the log would keep the error's frames, and weights in them.
+        logger.warning("%s is compiled again at every start: %s", self.name, str(error))
 
 
 class _Capture:

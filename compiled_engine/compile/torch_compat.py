@@ -197,6 +197,15 @@ def apply_marks(arguments: tuple[Any, ...]) -> None:
                 torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
 
 
+def expect_equal(a: int, b: int) -> None:
+    """Tells the compiler that two sizes are one. Where nothing is traced they are what they are.
+
+    Called eagerly, `torch._check` would import sympy.
+    """
+    if torch.compiler.is_compiling() or not (isinstance(a, int) and isinstance(b, int)):
+        torch._check(a == b)
+
+
 def has_own_kernel(overload: Any, device_type: str) -> bool:
     """Whether an op has a kernel for "cpu" or "cuda" beside its plain-torch body."""
     key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}[device_type]

@@ -103,7 +103,7 @@ def explain_model(request: Request, note: Callable[[str], None] = lambda _: None
     note("reading the config")
     place_caches(config.cache_dir)
     folder = resolve_model(config.model, Path(config.cache_dir), with_weights=False)
-    model_config = model_config_of(config, folder)
+    model_config = model_config_of(config, folder, place.target)
     shape, dtype = _shape(request, model_config, place)
     options = _options(request, place, shape.context)
     step = FakeStep(model_config, dtype, place.device, shape)

@@ -7,6 +7,7 @@ import json
 import re
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import openai
@@ -111,3 +112,97 @@ def test_a_heavy_schema_is_given_up_in_time(served):
         ask(client, model, guided_json=heavy)
     assert time.monotonic() - start < 30
     assert ask(client, model, guided_regex="b").choices[0].message.content == "b"
+
+
+# Forced but for one digit, twice: what stands around it comes at once, not token by token.
+SENTENCE = "The quick answer to your question is: [0-9]! Ask again, if it was of any use."
+FORCED = re.escape(SENTENCE).replace(re.escape("[0-9]"), "[0-9]").replace("\\ ", " ")
+
+
+def num_jumped(server_url: str) -> float:
+    with urllib.request.urlopen(f"{server_url}/metrics") as answer:
+        text = answer.read().decode()
+    return float(
+        re.search(r"^compiled_engine:jumped_tokens(?:_total)?(?:{.*})? (.+)$", text, re.M)[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (["answer"], "The quick "),
+        ([" is: "], "The quick answer to your question"),
+        (["nowhere", "again, if"], r"The quick answer to your question is: \d! Ask "),
+        (["! Ask"], r"The quick answer to your question is: \d"),
+        (["nowhere"], re.sub(r"\[0-9\]", r"\\d", re.sub("[.]", "[.]", SENTENCE))),
+    ],
+)
+def test_stop_strings_inside_forced_text(served, stop, expected):
+    """Text, reason and count of tokens are the same in one piece and as a stream."""
+    client, model = served
+    url = str(client.base_url).removesuffix("/v1/")
+    fields = {"guided_regex": FORCED, "stop": stop, "temperature": 0.0}
+    before = num_jumped(url)
+    whole = ask(client, model, **fields)
+    text = whole.choices[0].message.content
+    assert re.fullmatch(expected, text)
+    assert whole.choices[0].finish_reason == "stop"
+    assert num_jumped(url) > before, "nothing was forced at once"
+    usage = {"include_usage": True}
+    chunks = list(ask(client, model, **fields, stream=True, stream_options=usage))
+    deltas = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(deltas) == text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    kept = ask(client, model, **fields, include_stop_str_in_output=True)
+    ending = next((s for s in stop if s in SENTENCE), "")
+    assert kept.choices[0].message.content == text + ending
+    answer = client.completions.create(
+        model=model, prompt="hi", max_tokens=200, stop=stop, temperature=0.0,
+        extra_body={"guided_regex": FORCED},
+    )  # fmt: skip
+    assert re.fullmatch(expected, answer.choices[0].text)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def strictly(raw: bytes) -> object:
+    def refuse(word: str) -> object:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(raw, parse_constant=refuse)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_choice": ["yes"]},
+        {"guided_regex": FORCED},
+        {"top_k": 1, "temperature": 1.0},
+        {"top_k": 1, "echo": True},
+        {"echo": True, "max_tokens": 0},
+        {"logit_bias": {"50": -100}},
+    ],
+    ids=["one choice", "forced", "top-k", "echo", "prompt alone", "bias"],
+)
+def test_logprobs_of_what_cannot_be_chosen_are_json(served, fields):
+    client, model = served
+    url = f"{client.base_url!s}completions"
+    body = {"model": model, "prompt": "hi you", "max_tokens": 40, "logprobs": 5, **fields}
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as raw:
+        (choice,) = strictly(raw.read())["choices"]
+    found = choice["logprobs"]
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["top_logprobs"]) > 0
+    for token, value, top in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        if value is None:  # the first of a prompt
+            assert top is None
+            continue
+        assert value <= 0
+        assert token in top, "the chosen one is always listed"
+    offsets = found["text_offset"]
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 0

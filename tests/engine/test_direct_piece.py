@@ -233,3 +233,20 @@ def test_what_inductor_made_runs_in_another_process_without_it(tmp_path: Path):
     tests = str(Path(__file__).parents[1])
     script = SECOND_START.format(tests=tests, path=str(path))
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_what_only_dynamo_can_call_is_called_by_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(piece_module, "inductor_backend", interpreted)
+    outside = torch.ones(3)
+
+    def reads_outside(x: Tensor) -> tuple[list[Tensor]]:
+        return ([x + outside],)
+
+    piece = made(reads_outside, Memory())
+    for _ in range(2):
+        ((got,),) = piece(torch.zeros(3))
+        assert torch.equal(got, outside)
+    assert piece._counters.num_unrecorded == 1
+    assert "compiled again at every start" in caplog.text

@@ -15,6 +15,7 @@ from compiled_engine.settings import token_buckets
 from tests.helpers.engines import (
     GREEDY,
     assert_idle,
+    compiled_tiny_engine,
     reference_greedy,
     run_requests,
     tiny_engine,
@@ -46,7 +47,7 @@ def engine(folders: dict[str, Path], device: str) -> Engine:
 
 @pytest.fixture(scope="module")
 def compiled(folders: dict[str, Path], device: str) -> Engine:
-    return tiny_engine(folders["qwen3"], device=device, enforce_eager=False)
+    return compiled_tiny_engine(folders["qwen3"], device)
 
 
 def prompts_of(seed: int, *lengths: int) -> list[list[int]]:

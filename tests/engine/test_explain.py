@@ -196,6 +196,21 @@ def test_an_option_reaches_the_choice(folder):
     assert any("is counted as one" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(("arch", "kernel"), [(90, "packed"), (100, "fp4")])
+def test_a_checkpoint_with_4_bit_activations_has_them_where_they_are_multiplied(
+    folder, tmp_path, arch, kernel
+):
+    fields = json.loads((folder / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    report = explained(tmp_path, 8, arch)
+    rows = [r for r in piece(report, "layer").kernels if r.name == "ce.quantized_linear"]
+    assert len(rows) == 4
+    assert {row.kernel for row in rows} == {kernel}
+    reasons = {dict(row.rejected).get("fp4") for row in rows}
+    assert reasons == {"needs sm_100, this is sm_90" if arch == 90 else None}
+
+
 # --- the command ------------------------------------------------------------------------------
 
 

@@ -12,17 +12,28 @@ import pytest
 from perf import __main__ as perf_main
 from perf import machine
 from perf.ceilings import Ceilings
-from perf.rows import (
+from perf.compare import find
+from perf.judge import (
     Expectation,
+    Recorded,
+    change,
+    judge,
+    read_expectations,
+    read_recorded,
+    record,
+    write_recorded,
+)
+from perf.report import BEGIN, END, write_markdown
+from perf.rows import (
     Measured,
     Outcome,
     key_of,
     newest_run,
     newest_runs,
-    read_expectations,
     read_rows,
     write_rows,
 )
+from perf.suites import SUITES, chosen
 
 
 def _rows(run_id: str, *, scenario: str = "cpu_vs_peers", void: bool = False, **values: float):
@@ -120,7 +131,7 @@ def test_expectation_names_what_is_wrong(expected, bad, good, text):
 
 def test_expected_file_holds_one_bound_for_each_metric():
     expectations = read_expectations()
-    assert expectations.keys() <= perf_main.SCENARIOS.keys()
+    assert expectations.keys() <= set(perf_main.SCENARIOS)
     for entries in expectations.values():
         for name, entry in entries.items():
             bounds = [b for b in (entry.at_least, entry.at_most, entry.equals) if b is not None]
@@ -193,8 +204,8 @@ def test_run_keeps_rows_of_the_parts_that_worked(tmp_path, capsys, monkeypatch):
         failures=["itl: no such thing"],
         documents={"decode_profile.md": "# Kernels\n"},
     )
-    monkeypatch.setitem(perf_main.SCENARIOS, "gpu_step", _Scenario(outcome))
-    monkeypatch.setattr(perf_main, "idle_percent", lambda: 100)
+    monkeypatch.setattr(perf_main, "load_scenario", lambda _: _Scenario(outcome))
+    monkeypatch.setattr(machine, "idle_percent", lambda: 100)
     place = ["--results", str(tmp_path), "--machine", "box"]
     assert perf_main.main([*place, "run", "gpu_step", "--commit", "abc123"]) == 1
     printed = capsys.readouterr()
@@ -216,7 +227,9 @@ def test_report_and_compare_show_what_was_recorded(tmp_path, capsys):
     assert "run first" not in out
     assert "the machine was busy" in out
     assert perf_main.main([*place, "compare", "first", "second"]) == 0
-    assert "x 2.000" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "x 2.000" in out
+    assert "1 same" in out, "the spread of the two runs is larger"
     assert perf_main.main([*place, "compare", "first", "third"]) == 1
     assert "there are: first, second" in capsys.readouterr().err
 
@@ -233,24 +246,35 @@ def test_markdown_puts_targets_beside_the_newest_values(tmp_path):
     write_rows(_rows("second", decode_1_stream_vs_transformers=2.5), tmp_path / "a-cpu")
     write_rows([_decode_row(1, 1.3, void=True)], tmp_path / "a-gpu")
     target = tmp_path / "README.md"
+    target.write_text(f"By hand.\n{BEGIN}\nwhat was there\n{END}\nThe end.\n")
     place = ["--results", str(tmp_path), "--machine", "a-cpu"]
     assert perf_main.main([*place, "report", "--markdown", str(target)]) == 0
     text = target.read_text()
     assert "Run `second`" in text
-    assert "first" not in text
+    assert "Run `first`" not in text
+    assert "what was there" not in text
+    assert text.startswith("By hand.\n")
+    assert text.endswith("The end.\n")
     assert "| decode_1_stream_vs_transformers |  |  | 3.5 | 2.5 to 7.5 | ratio | ≥ 2 | ok |" in text
     line = "| decode_step_over_floor | 1 |  | 1.3 | 1.3 to 1.3 | ratio | ≤ 1.15 | above 1.15 |"
     assert line in text
     assert text.count("**Void**") == 1
-    assert "python -m perf run gpu_step" in text
+    assert "python -m perf run --suite h200 --only step" in text
 
 
 def test_the_readme_is_what_the_rows_say(tmp_path):
-    from perf.report import write_markdown
-
-    write_markdown(tmp_path / "README.md", Path(perf_main.ROOT, "results"))
     committed = Path(perf_main.ROOT, "README.md").read_text()
-    assert committed == (tmp_path / "README.md").read_text(), "run perf report --markdown"
+    copy = tmp_path / "README.md"
+    copy.write_text(committed)
+    write_markdown(copy, Path(perf_main.ROOT, "results"))
+    assert committed == copy.read_text(), "run perf report --markdown perf/README.md"
+
+
+def test_a_document_without_marks_is_refused(tmp_path):
+    copy = tmp_path / "README.md"
+    copy.write_text("By hand.\n")
+    with pytest.raises(SystemExit, match="lacks the marks"):
+        write_markdown(copy, tmp_path)
 
 
 def test_machine_is_described_without_measuring():
@@ -258,3 +282,172 @@ def test_machine_is_described_without_measuring():
     assert {"device", "torch", "triton", "num_cpus"} <= machine.environment().keys()
     assert machine.commit()
     assert isinstance(machine.clocks(), dict)
+
+
+def _time(value: float, spread: float = 0.0):
+    values = [value - spread, value, value + spread]
+    origin = {"run_id": "r", "commit": "abc", "command": "c", "environment": {"device": "gpu"}}
+    return Measured(metric="decode_step_ms", unit="ms", values=values).row(
+        scenario="gpu_step", **origin
+    )
+
+
+def test_check_fails_on_a_regression_and_on_a_win_that_nobody_recorded():
+    seen = Recorded(value=10.0, margin=0.05, runs=("a", "b", "c"))
+    assert not judge(_time(10.4), None, seen).has_failed
+    slower, faster = judge(_time(10.6), None, seen), judge(_time(9.4), None, seen)
+    assert slower.has_failed
+    assert "REGRESSION" in slower.text
+    assert faster.has_failed
+    assert "a win that is not recorded" in faster.text
+
+
+def test_more_is_better_of_rates_and_worse_of_times():
+    (rate,) = _rows("r", tokens_vs_vllm=2.0)
+    seen = Recorded(value=1.0, margin=0.01)
+    assert "a win" in judge(rate, None, seen).text
+    assert "REGRESSION" in judge(_time(3.0), None, seen).text
+
+
+def test_a_missed_target_fails_only_where_nothing_is_recorded():
+    target = Expectation(at_most=9.0)
+    assert judge(_time(10.0), target, None).has_failed
+    verdict = judge(_time(10.0), target, Recorded(value=10.0))
+    assert not verdict.has_failed
+    assert "target missed: above 9" in verdict.text
+
+
+def test_margins_come_from_repeated_runs():
+    runs = [[_time(value)] for value in (10.0, 10.2, 9.9)]
+    (entry,) = record(runs).values()
+    assert (entry.value, entry.margin) == (10.0, 0.04)
+    assert len(entry.runs) == 3
+    wide = record([[_time(10.0, spread=1.0)]])
+    assert wide["decode_step_ms"].margin == 0.1
+
+
+def test_counts_have_no_margin():
+    origin = {"run_id": "r", "commit": "abc", "command": "c", "environment": {}}
+    rows = [
+        Measured(metric="graph_breaks", unit="count", values=[value]).row(scenario="ci", **origin)
+        for value in (3, 3, 4)
+    ]
+    (entry,) = record([rows[:1], rows[1:2]]).values()
+    assert (entry.value, entry.margin) == (3, 0.0)
+    assert judge(rows[2], None, entry).has_failed
+    with pytest.raises(SystemExit, match="no count that a gate can hold: 3, 3, 4"):
+        record([rows])
+    assert not judge(rows[0], None, entry).has_failed
+
+
+def test_recorded_values_of_every_machine_and_of_one_are_merged(tmp_path):
+    path = tmp_path / "recorded.json"
+    write_recorded("any", "ci", {"graph_breaks": Recorded(value=0)}, path)
+    write_recorded("box", "ci", {"seconds": Recorded(value=2.0, margin=0.5)}, path)
+    write_recorded("other", "ci", {"seconds": Recorded(value=9.0)}, path)
+    found = read_recorded("box", path)["ci"]
+    assert {key: entry.value for key, entry in found.items()} == {"graph_breaks": 0, "seconds": 2.0}
+
+
+def test_a_gate_that_was_recorded_and_is_gone_fails_a_whole_check(capsys):
+    rows = _rows("r", other=1.0)
+    gone = {"graph_breaks": Recorded(value=0)}
+    assert perf_main.check(rows, gone) == 0
+    assert perf_main.check(rows, gone, is_whole=True) == 1
+    assert "graph_breaks: not measured" in capsys.readouterr().out
+
+
+def test_a_change_within_the_spread_is_none():
+    assert change(_time(10.0, 0.5), _time(10.4), None) == "same"
+    assert change(_time(10.0), _time(10.4), None) == "worse"
+    assert change(_time(10.0), _time(9.6), None) == "better"
+    assert change(_time(10.0), _time(10.4), Recorded(value=10.0, margin=0.05)) == "same"
+
+
+def test_runs_are_found_by_id_commit_and_file(tmp_path):
+    path = write_rows([_time(1.0)], tmp_path / "box")
+    rows = {"box": read_rows(tmp_path / "box")}
+    key = ("box", "gpu_step", "decode_step_ms")
+    for name in ("r", "abc", str(path)):
+        assert find(name, rows)[key].value == 1.0
+    assert find("nothing", rows) == {}
+
+
+def test_suites_name_scenarios_that_exist_and_commands_their_parts():
+    for name, parts in SUITES.items():
+        assert {part.scenario for part in parts} <= set(perf_main.SCENARIOS)
+        assert [part.name for part in chosen(name, None)] == [part.name for part in parts]
+    with pytest.raises(SystemExit, match="no part nothing in cpu"):
+        chosen("cpu", "step,nothing")
+
+
+@pytest.mark.parametrize("name", perf_main.SCENARIOS)
+def test_every_scenario_loads_and_takes_options(name):
+    scenario = perf_main.load_scenario(name)
+    assert name == scenario.NAME
+    assert dataclasses.is_dataclass(scenario.Options)
+    assert scenario.Options()
+
+
+def test_recorded_file_guards_rows_of_scenarios_that_exist():
+    stored = json.loads(Path(perf_main.ROOT, "recorded.json").read_text())
+    for scenarios in stored.values():
+        assert scenarios.keys() <= set(perf_main.SCENARIOS)
+        for entries in scenarios.values():
+            for entry in entries.values():
+                assert Recorded(**entry).runs, "whoever records names the runs"
+
+
+def test_phases_of_a_start_are_those_that_a_server_prints():
+    from perf.start import phases
+
+    text = "loading ...\nloading: done in 1.5 s\ncompiling: done in 20.0 s\nready after 22 s: http"
+    assert phases(text) == {"loading": 1.5, "compiling": 20.0}
+
+
+def test_turns_of_an_agent_are_counted_apart():
+    from compiled_engine.bench.stats import RequestRecord
+    from perf.agentic import Turn, rows, take
+
+    turns = [Turn(index, RequestRecord(sent_s=float(index))) for index in (0, 1, 2)]
+    for turn in turns:
+        start = turn.record.sent_s
+        for n, place in enumerate((0.2, 0.4, 0.6)):
+            take({"choices": [{"token_ids": [n]}]}, turn, start + place / (1 + turn.index))
+        details = {"cached_tokens": 0 if turn.index == 0 else 90}
+        usage = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": details}
+        take({"choices": [], "usage": usage}, turn, start + 1.0)
+    assert [turn.answer for turn in turns] == [[0, 1, 2]] * 3
+    found = {(row.metric, row.case): row.values for row in rows(turns, 1, 3.0)}
+    assert found["agentic_ttft_ms", "first turn"] == [pytest.approx(200.0)]
+    assert found["agentic_ttft_ms", "later turns"] == [pytest.approx(100.0), pytest.approx(200 / 3)]
+    assert found["agentic_cached_share", ""] == [0.9], "of the later turns"
+    assert found["agentic_total_tok_s", ""] == [pytest.approx(103.0)]
+    with pytest.raises(SystemExit, match="failed"):
+        take({"error": "boom"}, turns[0], 0.0)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_suite_runs_every_part_and_tells_which_failed(code, monkeypatch, capsys):
+    import subprocess
+
+    from perf.suites import run_suite
+
+    commands = []
+
+    class Child:
+        def __init__(self, command):
+            commands.append(command)
+
+        def wait(self):
+            return code if "cpu_step" in commands[-1] else 0
+
+    monkeypatch.setattr(subprocess, "Popen", Child)
+    parts = chosen("cpu", "step,passes")
+    assert run_suite(parts, ["--machine", "box"], ["--num-repeats", "2"]) == (1 if code else 0)
+    words = [command[3:] for command in commands]
+    assert words == [
+        ["--machine", "box", "run", "passes", "--num-repeats", "2"],
+        ["--machine", "box", "run", "cpu_step", "--num-repeats", "2"],
+    ]
+    assert ("failed or left out: step" in capsys.readouterr().err) == bool(code)

@@ -22,6 +22,7 @@ from tests.helpers.quant_case import ONLINE, quantized_model
 from tests.helpers.quant_checkpoints import LAYOUTS, rewrite_quantized
 from tests.helpers.tiny_model import write_tiny_model
 
+H200, B200 = Target("cuda", 90), Target("cuda", 100)
 PROMPTS = [random.Random(i).choices(range(5, 250), k=k) for i, k in enumerate((1, 5, 17, 70))]
 
 
@@ -35,7 +36,7 @@ def test_greedy_answers_equal_the_model_itself(tmp_path: Path, name: str):
         assert answer == reference_greedy(engine, prompt, GREEDY.max_tokens or 0)
 
 
-@pytest.mark.parametrize("layout", ["deepseek_fp8", "modelopt_nvfp4", "awq"])
+@pytest.mark.parametrize("layout", ["deepseek_fp8", "modelopt_nvfp4", "awq", "gptq_order"])
 def test_a_published_checkpoint_is_served(tmp_path: Path, layout: str):
     config, spell, _ = LAYOUTS[layout]
     folder = write_tiny_model(tmp_path, family="qwen3")
@@ -71,20 +72,25 @@ def test_a_start_names_the_kernel_of_each_kind(tmp_path: Path, caplog: pytest.Lo
     assert len(lines) == 4 + 1
     assert lines[0].startswith("quantised: 2 x qkv_proj [128 x 64], weights nvfp4, activations as")
     assert "dequantised for every product" in lines[0]
-    assert "4-bit activations are not there" in lines[-1]
+    assert "where the checkpoint asks for 4 bits: products of such need compute" in lines[-1]
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"),
-    [("fp8", ("ring", "ring", "scaled_mm")), ("nvfp4", ("ring", "ring", "dequantized"))],
+    ("name", "arch", "kernels"),
+    [
+        ("fp8", 90, ("ring", "ring", "scaled_mm")),
+        ("nvfp4", 90, ("ring", "ring", "dequantized")),
+        ("nvfp4_w4a4", 90, ("dequantized",) * 3),
+        ("nvfp4_w4a4", 100, ("fp4",) * 3),
+    ],
 )
-def test_kernels_on_a_hopper(
-    tmp_path: Path, name: str, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_kernels_on_a_gpu(
+    tmp_path: Path, name: str, arch: int, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     """What the registry would choose there, by sizes; the fakes need no GPU."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     model = quantized_model(write_tiny_model(tmp_path, **sizes), name, torch.bfloat16)
-    monkeypatch.setattr(Target, "of", classmethod(lambda cls, _: Target("cuda", 90)))
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, _: Target("cuda", arch)))
     monkeypatch.setattr("compiled_engine.custom_ops.quant_choice.has_nvrtc", lambda: True)
     lines = quantization_report(
         model,
@@ -102,14 +108,14 @@ def test_kernels_on_a_hopper(
 def test_refusals(tmp_path: Path):
     plain = write_tiny_model(tmp_path / "plain")
     with pytest.raises(ConfigError, match="--quantize-lm-head needs --quantization"):
-        model_config_of(EngineConfig(model="x", quantize_lm_head=True), plain)
+        model_config_of(EngineConfig(model="x", quantize_lm_head=True), plain, H200)
     with pytest.raises(ConfigError, match="--quantization is 'int3'; allowed are auto, fp8"):
         EngineConfig(model="x", quantization="int3")  # type: ignore[arg-type]
     config, spell, _ = LAYOUTS["awq"]
     packed = write_tiny_model(tmp_path / "packed", family="qwen3")
     rewrite_quantized(packed, config, spell)
     with pytest.raises(ConfigError, match=r"quantised already \(awq\): leave it out"):
-        model_config_of(EngineConfig(model="x", quantization="fp8"), packed)
+        model_config_of(EngineConfig(model="x", quantization="fp8"), packed, H200)
 
 
 def test_the_head_of_a_published_checkpoint_takes_its_format(tmp_path: Path):

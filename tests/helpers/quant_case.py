@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compiled_engine.custom_ops.quant_pack import quantize_weight
+from compiled_engine.custom_ops.quant_pack import quantize_weight, row_format
 from compiled_engine.models import ARCHITECTURES, CausalLM
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.quant_linear import QuantLinear
@@ -16,7 +16,7 @@ from compiled_engine.models.quant_plan import QuantPlan, online_plan, online_sch
 from compiled_engine.models.weights import build_model, load_weights
 
 CPU = torch.device("cpu")
-ONLINE = ("fp8", "fp8_block", "int8", "int4", "nvfp4", "mxfp4")
+ONLINE = ("fp8", "fp8_block", "int8", "int4", "nvfp4", "nvfp4_w4a4", "mxfp4")
 
 
 def quantized_layer(
@@ -27,7 +27,7 @@ def quantized_layer(
     weight = (torch.randn(rows, size, generator=generator) * size**-0.5).to(dtype)
     scheme = online_scheme(name, str(dtype).removeprefix("torch."))
     layer = QuantLinear(size, (rows,), scheme, has_bias)
-    layer.fill(quantize_weight(weight, layer.format, layer.group_size), 0, rows)
+    layer.fill(quantize_weight(weight, row_format(layer.format), layer.group_size), 0, rows)
     if layer.bias is not None:
         bias = torch.randn(rows, generator=generator).to(dtype)
         layer.bias = nn.Parameter(bias, requires_grad=False)

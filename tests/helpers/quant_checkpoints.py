@@ -202,6 +202,27 @@ def gptq(size: int, *, version: int, has_zero: bool) -> Callable[[Tensor], Spell
     return spell
 
 
+def in_activation_order(
+    size: int, spell: Callable[[Tensor], Spelled], codes: str, index: str
+) -> Callable[[Tensor], Spelled]:
+    """The same, whose groups are of columns from anywhere: alike in matrices of one input."""
+
+    def spell_ordered(weight: Tensor) -> Spelled:
+        columns = weight.shape[1]
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+        back = order.argsort()
+        spelled, meant = spell(weight[:, order])
+        group = torch.arange(columns) // size
+        words = spelled[codes].T if codes == "qweight" else spelled[codes]
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        nibbles = ((words.unsqueeze(-1) >> shifts) & 15).flatten(1)[:, back]
+        stored = int32_words(nibbles.to(torch.uint8))
+        values = stored.T if codes == "qweight" else stored
+        return {**spelled, codes: values, index: group[back].int()}, meant[:, back]
+
+    return spell_ordered
+
+
 def awq(size: int) -> Callable[[Tensor], Spelled]:
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -311,6 +332,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Spelled], str]] = {
         compressed_int4(32, has_zero=True),
         "",
     ),
+    "compressed_int4_order": (
+        compressed("pack-quantized", {**INT4, "actorder": "group"}, None),
+        in_activation_order(
+            32, compressed_int4(32, has_zero=False), "weight_packed", "weight_g_idx"
+        ),
+        "",
+    ),
     "compressed_int4_channel": (
         compressed("pack-quantized", {**INT4, "strategy": "channel", "group_size": None}, None),
         compressed_int4(0, has_zero=False),
@@ -319,7 +347,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Spelled], str]] = {
     "compressed_nvfp4": (
         compressed("nvfp4-pack-quantized", FP4, LOCAL_FP4),
         compressed_nvfp4,
-        "",
+        "fp4_static",
     ),
     "compressed_mxfp4": (
         compressed("mxfp4-pack-quantized", {**FP4, "strategy": "group", "group_size": 32}, None),
@@ -334,13 +362,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Spelled], str]] = {
     "modelopt_nvfp4": (
         {**MODELOPT, "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
         modelopt_nvfp4,
-        "",
+        "fp4_static",
     ),
     "gptq": ({**GPTQ, "sym": True}, gptq(32, version=1, has_zero=False), ""),
     "gptq_zero": ({**GPTQ, "sym": False}, gptq(32, version=1, has_zero=True), ""),
     "gptq_v2": (
         {**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"},
         gptq(32, version=2, has_zero=True),
+        "",
+    ),
+    "gptq_order": (
+        {**GPTQ, "sym": False, "desc_act": True},
+        in_activation_order(32, gptq(32, version=1, has_zero=True), "qweight", "g_idx"),
         "",
     ),
     "torchao_int8": (

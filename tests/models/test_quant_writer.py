@@ -29,7 +29,7 @@ def quantize(folder: Path, output: Path, name: str, *more: str) -> int:
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("with_head", [False, True], ids=["plain_head", "head"])
-@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("name", [name for name in ONLINE if name != "nvfp4_w4a4"])
 def test_what_is_written_is_what_is_quantised_on_the_way_in(
     tmp_path: Path, name: str, with_head: bool, is_tied: bool
 ):

@@ -12,14 +12,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from compiled_engine.custom_ops.quant_pack import quantize_weight, unpacked_weight
+from compiled_engine.custom_ops.reference_fp4 import tile_scales
 from compiled_engine.errors import ConfigError
 from compiled_engine.models import CausalLM
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.quant_linear import QuantLinear
-from compiled_engine.models.quant_plan import LinearScheme, QuantPlan, matches, online_plan
+from compiled_engine.models.quant_plan import (
+    LinearScheme,
+    QuantPlan,
+    matches,
+    online_plan,
+    without_fp4_activations,
+)
 from compiled_engine.models.weights import init_dummy_weights, load_weights
 from tests.helpers.quant_case import CPU, ONLINE, logits, quantized_layer, quantized_model
 from tests.helpers.quant_checkpoints import (
+    FP4_VALUES,
     LAYOUTS,
     compressed_int4,
     fp8_channel,
@@ -40,6 +49,13 @@ def fake_quantized(x: Tensor, how: str) -> Tensor:
     if how == "int8":
         scale = x.abs().amax(-1, keepdim=True) / 127
         return (x / scale).round() * scale
+    if how.startswith("fp4"):
+        overall = x.abs().amax(-1, keepdim=True) / (6 * 448) if how == "fp4" else 0.01
+        groups = nn.functional.pad(x / overall, (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
+        scale = (groups.abs().amax(-1, keepdim=True) / 6).clamp(2**-9, 448).to(E4M3).float()
+        away = (groups.abs() / scale).unsqueeze(-1) - FP4_VALUES[:8]
+        nearest = FP4_VALUES[away.abs().argmin(-1)] * groups.sign() * scale
+        return nearest.flatten(-2)[..., : x.shape[-1]] * overall
     if how == "block":
         parts = [fake_quantized(part, "token") for part in x.split(128, -1)]
         return torch.cat(parts, -1)
@@ -74,12 +90,51 @@ def test_a_published_layout_means_the_dequantised_model(tmp_path: Path, layout: 
         last = name.rpartition(".")[2]
         parts = [f"{path}.{part}.weight" for part in model.packed_modules.get(last, (last,))]
         expected = torch.cat([meant[part] for part in parts])
+        if module.input_order is not None:
+            expected = expected[:, module.input_order]
         torch.testing.assert_close(module.dequantized(torch.float32), expected, rtol=1e-6, atol=0)
     twin = plain_twin(tmp_path / "twin", meant, activations)
     got, expected = logits(model), logits(twin)
     # A code may fall to either side of a half where a scale was divided by or multiplied with.
     allowed = 0.05 if activations else 1e-4
     assert (got - expected).abs().max() <= allowed * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["compressed_nvfp4", "modelopt_nvfp4"])
+def test_4_bit_activations_are_left_out_where_no_product_takes_them(tmp_path: Path, layout: str):
+    config, spell, _ = LAYOUTS[layout]
+    folder = write_tiny_model(tmp_path / "model", family="qwen3", **SIZES)
+    meant = rewrite_quantized(folder, config, spell)
+    plan = load_model_config(folder).quantization
+    assert plan is not None
+    assert not plan.note
+    plan = without_fp4_activations(plan)
+    assert plan.note.startswith("activations stay as they are")
+    got = logits(quantized_model(folder, plan))
+    expected = logits(plain_twin(tmp_path / "twin", meant, ""))
+    assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
+    other = logits(quantized_model(folder, None))
+    assert (got - other).abs().max() > 0.01 * expected.abs().max()
+
+
+def test_scales_in_tiles_are_filled_part_by_part():
+    """Parts that end within a tile, one of them shorter than a tile; nothing is left as it was."""
+    parts, size = (70, 5, 96, 128), 200
+    scheme = LinearScheme(format="nvfp4", activation_format="nvfp4_token")
+    layer = QuantLinear(size, parts, scheme, has_bias=False)
+    layer.scale.view(torch.uint8).fill_(0x7F)  # not a number
+    weight = torch.randn(sum(parts), size, generator=torch.Generator().manual_seed(0))
+    start, scales, meant = 0, [], []
+    for rows in parts:
+        packed = quantize_weight(weight[start : start + rows], "nvfp4")
+        layer.fill(packed, start, rows)
+        scales.append(packed.scale.view(torch.uint8))
+        meant.append(unpacked_weight(packed, "nvfp4", size, torch.float32))
+        start += rows
+    assert layer.scale.shape == (384, 16)
+    expected = tile_scales(torch.cat(scales).view(E4M3))
+    assert torch.equal(layer.scale.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(layer.dequantized(torch.float32), torch.cat(meant))
 
 
 def test_the_activation_oracle_can_fail(tmp_path: Path):
@@ -196,7 +251,7 @@ def in_inputs(layout: str, **fields: Any) -> dict[str, Any]:
     ("config", "said"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported is 'fp8'"),
-        (changed("gptq", desc_act=True), "desc_act is True"),
+        (changed("gptq", desc_act="yes"), "desc_act is 'yes'"),
         (changed("gptq", bits=3), "bits is 3; supported is 4"),
         (changed("gptq", dynamic={"-:lm_head": {}}), "dynamic is .* nobody knows here"),
         (changed("gptq", group_size=20), "group_size is 20"),
@@ -210,7 +265,7 @@ def in_inputs(layout: str, **fields: Any) -> dict[str, Any]:
         (changed("compressed_int4", sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24"),
         (changed("compressed_int4", format="marlin-24"), "format is 'marlin-24'"),
         (in_weights("compressed_int4", num_bits=3), "num_bits is 3"),
-        (in_weights("compressed_int4", actorder="group"), "actorder is 'group'"),
+        (in_weights("compressed_int4", actorder="any"), "actorder is 'any'"),
         (in_weights("compressed_int8", symmetric=False), "symmetric is False"),
         (in_inputs("compressed_int8", dynamic=False), "dynamic is False"),
         (in_inputs("compressed_fp8_channel", num_bits=4), "num_bits is 4"),
@@ -268,17 +323,48 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path: Path):
     assert "does not mean: model.layers.0.mlp.down_proj.weight" in message
 
 
-def test_sorted_columns_are_refused(tmp_path: Path):
-    config, spell, _ = LAYOUTS["gptq"]
+@pytest.mark.parametrize(
+    ("layout", "change", "said"),
+    [
+        (
+            "gptq",
+            lambda index, _: index.flip(0),
+            "g_idx sorts the columns by activation order; the",
+        ),
+        ("gptq_order", lambda index, _: index * 0, "g_idx does not give every group 32 columns"),
+        (
+            "gptq_order",
+            lambda index, rows: index.roll(7) if rows == 96 else index,  # k and v
+            "k_proj: its columns are in another order than those of the layers beside it",
+        ),
+    ],
+    ids=["not said", "groups", "parts"],
+)
+def test_orders_of_columns_that_cannot_be_right_are_refused(
+    tmp_path: Path, layout: str, change: Any, said: str
+):
+    config, spell, _ = LAYOUTS[layout]
 
-    def shuffled(weight: Tensor) -> Any:
+    def changed_order(weight: Tensor) -> Any:
         spelled, meant = spell(weight)
-        return {**spelled, "g_idx": spelled["g_idx"].flip(0)}, meant
+        return {**spelled, "g_idx": change(spelled["g_idx"], weight.shape[0])}, meant
 
     folder = write_tiny_model(tmp_path, family="qwen3", **SIZES)
-    rewrite_quantized(folder, config, shuffled)
-    with pytest.raises(ConfigError, match=r"q_proj: g_idx sorts the columns"):
+    rewrite_quantized(folder, config, changed_order)
+    with pytest.raises(ConfigError, match=said):
         quantized_model(folder, None)
+
+
+def test_random_weights_in_activation_order(tmp_path: Path):
+    config, spell, _ = LAYOUTS["gptq_order"]
+    folder = write_tiny_model(tmp_path, family="qwen3", **SIZES)
+    rewrite_quantized(folder, config, spell)
+    model = quantized_model(folder, None)
+    order = model.layers[0].self_attn.qkv_proj.input_order
+    assert order.sort().values.tolist() == list(range(192))
+    init_dummy_weights(model, 0)
+    assert order.tolist() == list(range(192))
+    assert logits(model).isfinite().all()
 
 
 def test_scales_of_keys_and_values_are_known_tensors(tmp_path: Path):
@@ -316,7 +402,7 @@ def test_columns_that_do_not_divide_are_padded(tmp_path: Path):
 def test_a_layer_is_its_dequantised_product(name: str):
     layer = quantized_layer(name, 200, 40, has_bias=True)
     x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1))
-    how = {"fp8": "token", "fp8_block": "block", "int8": "int8"}.get(name, "")
+    how = {"fp8": "token", "fp8_block": "block", "int8": "int8", "nvfp4_w4a4": "fp4"}.get(name, "")
     expected = nn.functional.linear(
         fake_quantized(x, how) if how else x, layer.dequantized(torch.float32), layer.bias
     )

@@ -1,0 +1,131 @@
+"""Processes that compile for a start: what they are told, what they leave in the cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine import build_ahead
+from compiled_engine.build_ahead import building_ahead, num_jobs
+from compiled_engine.build_parts import list_parts
+from compiled_engine.build_worker import shortened
+from compiled_engine.config import EngineConfig
+from compiled_engine.models.config import load_model_config
+from compiled_engine.pieces import layer_versions
+from compiled_engine.sampler import Variant
+from tests.helpers.engines import run_requests, tiny_engine
+from tests.helpers.tiny_model import write_tiny_model
+
+CPU = torch.device("cpu")
+
+
+def config(folder: Path, cache: Path, **options: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 20,
+        "chunked_prefill_size": 64,
+        "block_size": 4,
+        "device": "cpu",
+        "cache_dir": cache,
+    }
+    return EngineConfig(model=str(folder), **{**defaults, **options})
+
+
+def test_every_version_and_variant_is_in_a_part():
+    for is_gpu in (False, True):
+        versions = layer_versions(8192, 256, is_gpu=is_gpu, has_last=is_gpu)
+        parts = list_parts(versions, is_gpu=is_gpu)
+        assert {p.version for p in parts if p.piece == "layer"} == set(versions)
+        assert {p.variant for p in parts if p.piece == "sampler"} == set(Variant)
+        for version in versions:
+            shares = [p.share for p in parts if p.version == version]
+            assert sorted(shares) == [(index, len(shares)) for index in range(len(shares))]
+
+
+def test_processes_by_device_and_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    plain = config(tmp_path, tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    cuda = torch.device("cuda")
+    assert num_jobs(plain, CPU) == 1
+    assert num_jobs(plain, cuda) == 8
+    assert num_jobs(replace(plain, compile_jobs=3), CPU) == 3
+    measured = replace(plain, compile_jobs=3, kernel_objective="autotune")
+    assert num_jobs(measured, cuda) == 1, "what one measures the others would disturb"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    assert num_jobs(plain, cuda) == 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss"])
+def test_a_shortened_model_has_each_kind_of_layer(tmp_path: Path, architecture: str):
+    folder = write_tiny_model(tmp_path / "model", family=architecture)
+    whole = load_model_config(folder, "auto")
+    short = shortened(whole, torch.float32)
+    assert short.num_layers == {"llama": 1, "qwen3_moe": 2, "gpt_oss": 2}[architecture]
+    assert replace(short, num_layers=whole.num_layers, windows=whole.windows) == whole
+
+
+def test_a_process_that_fails_costs_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def launch(_text: str, index: int, _count: int, errors: Any) -> subprocess.Popen[str]:
+        script = "print('{\"part\": \"one\"}'); import sys; sys.exit('no room here')"
+        command = [sys.executable, "-c", script if index else "pass"]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+
+    monkeypatch.setattr(build_ahead, "_launch", launch)
+    monkeypatch.setattr(build_ahead, "_is_missing", lambda _: True)
+    monkeypatch.setattr(build_ahead, "_num_parts", lambda *_: 5)
+    seen = []
+    wanted = config(tmp_path, tmp_path, compile_jobs=2)
+    with building_ahead(wanted, CPU, lambda *report: seen.append(report)) as wait:
+        wait()
+    assert seen[0] == ("pieces, in processes", 0, 5)
+    assert ("one, in a process", 1, 5) in seen
+    assert "1 of 2 processes that compile ahead failed (no room here)" in caplog.text
+
+
+def test_processes_end_with_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    launched = []
+
+    def launch(_text: str, _index: int, _count: int, errors: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        worker = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        launched.append(worker)
+        return worker
+
+    monkeypatch.setattr(build_ahead, "_launch", launch)
+    monkeypatch.setattr(build_ahead, "_is_missing", lambda _: True)
+    monkeypatch.setattr(build_ahead, "_num_parts", lambda *_: 5)
+    wanted = config(tmp_path, tmp_path, compile_jobs=2)
+    with (
+        pytest.raises(RuntimeError, match="weights"),
+        building_ahead(wanted, CPU, lambda *_: None),
+    ):
+        raise RuntimeError("no weights")
+    assert [worker.poll() for worker in launched] == [-9, -9]
+
+
+@pytest.mark.slow
+def test_what_processes_made_is_all_a_start_needs(tmp_path: Path):
+    folder = write_tiny_model(tmp_path / "model")
+    options = {"enforce_eager": False, "cache_dir": tmp_path / "cache", "compile_jobs": 2}
+    first = tiny_engine(folder, **options)
+    counters = first.driver.refresh()
+    assert counters.num_graphs == 0
+    assert counters.num_loaded == len(first.driver.store.counters.hit_bytes) > 7
+    assert first.driver.store.counters.misses == []
+    plain = tiny_engine(folder)
+    prompts = [[5, 6, 7], list(range(40))]
+    assert run_requests(first, prompts).tokens == run_requests(plain, prompts).tokens
