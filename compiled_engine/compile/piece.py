@@ -166,7 +166,8 @@ class Piece:
             inputs = recording.graph_inputs(capture.graph, capture.sources)
             outputs = recording.output_structure(returned, capture.results, named)
         except recording.NotRecordable as error:
-            return self._refuse(error)
+            self._refuse(error)
+            return None
         try:
             recording.check_same(capture.watched, capture.arguments, capture.results)
             program = recording.record(

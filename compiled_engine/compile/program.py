@@ -217,7 +217,7 @@ class _Externs:
 
 def wrapper_names() -> dict[str, Any]:
     """What Inductor's function may use beside kernels; the names are Inductor's (2.11 to 2.14)."""
-    guards = torch._C._dynamo.guards
+    guards: Any = torch._C._dynamo.guards
     names = {
         "torch": torch,
         "math": math,

@@ -81,7 +81,8 @@ def load_cpu(kernel: CpuKernel) -> Callable[..., None]:
     The library never touches a disk: the loader reads it from a file in memory.
     """
     # Where the library finds the function that gives a tensor's address (torch 2.11 to 2.14).
-    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
+    guards: Any = torch._C._dynamo.guards
+    address = guards._torchinductor_pyobject_tensor_data_ptr
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
     digest = hashlib.sha256(kernel.library)
     name = f"{digest.hexdigest()[:16]}.kernel"
@@ -142,7 +143,7 @@ def load_gpu(kernel: GpuKernel) -> TritonLauncher:
     pointers = (ctypes.c_void_p * max(1, len(fields)))(
         *(base + getattr(type(values), name).offset for name, _ in fields)
     )
-    scope = {
+    scope: dict[str, Any] = {
         "values": values,
         "pointers": ctypes.addressof(pointers),
         "keep": pointers,
@@ -154,7 +155,7 @@ def load_gpu(kernel: GpuKernel) -> TritonLauncher:
         "checked": checked,
     }
     exec(compile(_launcher_source(kernel), f"<launcher of {kernel.name}>", "exec"), scope)
-    run: Callable[..., None] = scope["run"]  # type: ignore[assignment]
+    run: Callable[..., None] = scope["run"]
     return TritonLauncher(run)
 
 
