@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from perf.judge import (
-    ANY_MACHINE,
     Recorded,
+    any_machine,
     judge,
     read_expectations,
     read_recorded,
@@ -265,7 +265,7 @@ def record_command(args: argparse.Namespace, rows: Sequence[Row], machine: str) 
         print(f"{len(run_ids)} runs of {args.scenario}, not {args.num_runs}", file=sys.stderr)
         return 1
     entries = record([[row for row in own if row.run_id == run_id] for run_id in run_ids])
-    write_recorded(ANY_MACHINE if args.scenario == "ci" else machine, args.scenario, entries)
+    write_recorded(any_machine() if args.scenario == "ci" else machine, args.scenario, entries)
     print(f"recorded {len(entries)} values of {', '.join(run_ids)}")
     return 0
 

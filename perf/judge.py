@@ -12,6 +12,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from perf.rows import ROOT, Row
 
 EXPECTED = ROOT / "expected.json"
 RECORDED = ROOT / "recorded.json"
-# The machine of what is the same on every one: counts.
-ANY_MACHINE = "any"
 COUNTS = ("count", "names")
 
 _RATES = ("tokens/s", "TB/s", "GB/s", "TFLOP/s", "1/s")
@@ -154,6 +153,11 @@ def change(before: Row, after: Row, recorded: Recorded | None) -> str:
     return "better" if (gap > 0) == is_better_if_higher(after) else "worse"
 
 
+def any_machine() -> str:
+    """The name under which stands what is the same on every machine with this torch."""
+    return "torch-" + ".".join(metadata.version("torch").split(".")[:2])
+
+
 def read_expectations() -> dict[str, dict[str, Expectation]]:
     """Scenario -> row key -> its target."""
     return {
@@ -163,10 +167,10 @@ def read_expectations() -> dict[str, dict[str, Expectation]]:
 
 
 def read_recorded(machine: str, path: Path = RECORDED) -> dict[str, dict[str, Recorded]]:
-    """Scenario -> row key -> what was reached on the machine, and what is the same on every one."""
+    """Scenario -> row key -> what was reached there, and what is the same on every machine."""
     stored = json.loads(path.read_text()) if path.is_file() else {}
     found: dict[str, dict[str, Recorded]] = {}
-    for name in (ANY_MACHINE, machine):
+    for name in (any_machine(), machine):
         for scenario, entries in stored.get(name, {}).items():
             known = {key: Recorded(**entry) for key, entry in entries.items()}
             found[scenario] = found.get(scenario, {}) | known

@@ -63,15 +63,21 @@ class ServerProcess:
         )
 
     def __enter__(self) -> ServerProcess:
+        try:
+            self._wait_until_up()
+        except BaseException:  # also a run that is stopped must leave no server behind
+            self._end()
+            self._log.close()
+            raise
+        return self
+
+    def _wait_until_up(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_up():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._end()
-                text = self.output()
-                self._log.close()
-                raise SystemExit(f"the server {self.name} did not start:\n{text[-4000:]}")
+                raise SystemExit(f"the server {self.name} did not start:\n{self.output()[-4000:]}")
             time.sleep(0.2)
-        return self
 
     def _is_up(self) -> bool:
         try:

@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Stopped(BaseException):
-    """The run was asked to end: no fault of a part, so not caught with those."""
+class Stopped(SystemExit):
+    """The run was asked to end: no fault of a part, so not caught with those.
+
+    Event loops log what their callbacks raise and go on, but for this kind.
+    """
 
 
 def stop_on_sigterm() -> None:

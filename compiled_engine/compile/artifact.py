@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -174,6 +175,8 @@ def _take(cache_dir: Path, digests: tuple[str, ...], contents: dict[str, bytes])
     for name in sorted(contents, key=lambda name: (name.endswith(f"/{RECORD_FILE}"), name)):
         *folders, file_name = PurePosixPath(name).parts
         make_folders(cache_dir, *folders)
+        if folders[0] == TRITON:  # which makes them as the umask says, and asks no more
+            _close(cache_dir / TRITON, cache_dir.joinpath(*folders))
         path = cache_dir / name
         if folders[0] == KERNELS and path.exists() and path.read_bytes() != contents[name]:
             kept.append(name)  # this machine's own measurements
@@ -182,6 +185,12 @@ def _take(cache_dir: Path, digests: tuple[str, ...], contents: dict[str, bytes])
             write_file(folder, file_name, contents[name])
         written += 1
     return Taken(digests, written, sum(map(len, contents.values())), tuple(kept))
+
+
+def _close(*folders: Path) -> None:
+    """Takes the right to write from everybody but the owner."""
+    for folder in folders:
+        folder.chmod(folder.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _manifest(source: Path, names: Iterable[str], read: Read) -> dict[str, Any]:

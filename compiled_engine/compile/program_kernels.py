@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import torch

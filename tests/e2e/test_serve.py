@@ -88,6 +88,8 @@ def _check_log(server: ServeProcess) -> None:
     assert f"listening on {server.url}, loading" in server.log
     assert f": {server.url}  model " in server.log
     assert "4096 tokens a request" in server.log
+    phases = [line.split()[0] for line in server.log.partition("\nstart")[2].splitlines() if line]
+    assert phases[:3] == ["phase", "imports", "load"]
     assert "Traceback" not in server.log
     assert server.log.count("running on the CPU") == (0 if torch.cuda.is_available() else 1)
 

@@ -380,6 +380,17 @@ def test_a_cut_tar_is_refused(cache, tmp_path, capsys):
     assert str(target) in refusal(capsys, *take(target, tmp_path / "new"))
 
 
+def test_tritons_own_folder_is_closed_when_something_is_put_into_it(artifact, tmp_path, capsys):
+    """Triton makes it as the umask says."""
+    folder = tmp_path / "new" / "triton" / "AAA"
+    folder.mkdir(parents=True)
+    for path in (folder, folder.parent):
+        path.chmod(0o775)
+    run(capsys, *take(artifact, tmp_path / "new"))
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder.parent)] == [0o755, 0o755]
+    assert (folder / "_rms_norm.cubin").is_file()
+
+
 def test_measurements_of_this_machine_stay(cache, tmp_path, capsys):
     kernels = cache / "kernels"
     kernels.mkdir()

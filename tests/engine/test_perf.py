@@ -16,6 +16,7 @@ from perf.compare import find
 from perf.judge import (
     Expectation,
     Recorded,
+    any_machine,
     change,
     judge,
     read_expectations,
@@ -342,7 +343,7 @@ def test_counts_have_no_margin():
 
 def test_recorded_values_of_every_machine_and_of_one_are_merged(tmp_path):
     path = tmp_path / "recorded.json"
-    write_recorded("any", "ci", {"graph_breaks": Recorded(value=0)}, path)
+    write_recorded(any_machine(), "ci", {"graph_breaks": Recorded(value=0)}, path)
     write_recorded("box", "ci", {"seconds": Recorded(value=2.0, margin=0.5)}, path)
     write_recorded("other", "ci", {"seconds": Recorded(value=9.0)}, path)
     found = read_recorded("box", path)["ci"]

@@ -63,6 +63,7 @@ IRRELEVANT_VALUES = {
     "load_format": "dummy",
     "trust_remote_code": True,
     "allow_pickle": True,
+    "compile_jobs": 3,
 }
 # Fields that other tests here change, or that a CPU refuses.
 ELSEWHERE = {
