@@ -141,21 +141,7 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     with driver.times.measure("first steps"):
         _warm_up(config, executor, progress)
     _log_quantization(model, model_config, settings, driver)
-    limits = ModelLimits(
-        max_model_len=settings.max_model_len,
-        vocab_size=settings.vocab_size,
-        max_total_tokens=(shape.num_pages - 1) * shape.page_size + 1,
-    )
-    loop = StepLoop(
-        executor,
-        limits,
-        eos_token_ids=settings.eos_token_ids,
-        seed=config.seed,
-        is_overlapped=settings.is_overlapped,
-        step_times=_measure_step_times(config, model_config, executor),
-        loops_on_device=config.device_loop,
-        grammars=_grammar_service(config, settings, device),
-    )
+    loop = _make_loop(config, model_config, settings, executor)
     memory = None
     if needs is not None:
         memory = memory_table(
@@ -170,6 +156,27 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
             keep_needs(driver.store, _needs_name(config), needs)
         driver.store.finish(used_files(driver, config.cache_dir))
     return Engine(settings, driver, loop, memory, meter.phases(driver))
+
+
+def _make_loop(
+    config: EngineConfig, model_config: ModelConfig, settings: Settings, executor: StepExecutor
+) -> StepLoop:
+    shape = executor.shape
+    limits = ModelLimits(
+        max_model_len=settings.max_model_len,
+        vocab_size=settings.vocab_size,
+        max_total_tokens=(shape.num_pages - 1) * shape.page_size + 1,
+    )
+    return StepLoop(
+        executor,
+        limits,
+        eos_token_ids=settings.eos_token_ids,
+        seed=config.seed,
+        is_overlapped=settings.is_overlapped,
+        step_times=_measure_step_times(config, model_config, executor),
+        loops_on_device=config.device_loop,
+        grammars=_grammar_service(config, settings, settings.device),
+    )
 
 
 def _log_quantization(
