@@ -109,9 +109,7 @@ LAYERS: tuple[Layer, ...] = (
             "step_key",
             "queue_times",
             "warmup",
-            "build_ahead",
             "build_parts",
-            "build_worker",
             "kernels",
             "kernels.*",
         ),
@@ -123,6 +121,8 @@ LAYERS: tuple[Layer, ...] = (
         (
             "settings",
             "key_parts",
+            "build_ahead",
+            "build_worker",
             "start_table",
             "start_check",
             "plain_attention",
