@@ -107,6 +107,8 @@ def _launch(text: str, index: int, count: int, errors: IO[bytes]) -> subprocess.
         stdin=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        # Each compiles by itself: compilers of their own would be more than there are cores.
+        env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
     )
 
 

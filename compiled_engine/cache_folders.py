@@ -24,7 +24,12 @@ BUILD_VARIABLE = "COMPILED_ENGINE_BUILD_CACHE"
 
 
 # Every variable that `place_caches` sets.
-VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", BUILD_VARIABLE)
+VARIABLES = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_CACHE_MANAGER",
+    BUILD_VARIABLE,
+)
 
 
 def place_caches(cache_dir: Path) -> None:
@@ -32,6 +37,7 @@ def place_caches(cache_dir: Path) -> None:
     base = Path(cache_dir).absolute()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(base / INDUCTOR)
     os.environ["TRITON_CACHE_DIR"] = str(base / TRITON)
+    os.environ["TRITON_CACHE_MANAGER"] = "compiled_engine.triton_cache:MovableCache"
     os.environ[BUILD_VARIABLE] = str(base)
 
 

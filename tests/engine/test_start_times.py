@@ -189,13 +189,14 @@ def test_an_error_of_the_build_itself_is_what_is_raised(path):
 
 def test_every_cache_lies_below_the_engines_folder(tmp_path, monkeypatch):
     for name in VARIABLES:
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COMPILED_ENGINE_CACHE", str(tmp_path / "default"))
     assert build_dir() == tmp_path / "default"
     place_caches(tmp_path / "cache")
     assert build_dir() == tmp_path / "cache"
     assert BUILD_VARIABLE in VARIABLES
-    assert all(os.environ[name].startswith(str(tmp_path / "cache")) for name in VARIABLES)
+    folders = [name for name in VARIABLES if name != "TRITON_CACHE_MANAGER"]
+    assert all(os.environ[name].startswith(str(tmp_path / "cache")) for name in folders)
 
 
 def test_a_relative_cache_folder_is_the_same_one_in_another_folder(tmp_path, monkeypatch):
