@@ -133,17 +133,41 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
             needs, reserved = _memory_needs(config, model_config, folder, model, driver, progress)
     settings = resolve(config, model_config, folder, device, model, reserved_bytes=reserved)
     shape = scheduler_shape(config, settings)
-    _open_store(config, driver, settings, shape, model_config)
+    if keeps_pieces(config):
+        key = start_key(config, settings, shape, model_config, driver)
+        if driver.store is None or driver.store.key != key:
+            driver.store = EntryStore(config.cache_dir, key)
     executor = make_executor(config, model_config, model, shape, settings, driver)
     with driver.times.measure("first steps"):
         _warm_up(config, executor, progress)
     _log_quantization(model, model_config, settings, driver)
+    loop = _make_loop(config, model_config, settings, executor)
+    memory = None
+    if needs is not None:
+        memory = memory_table(
+            device,
+            config.gpu_memory_utilization,
+            weights=weight_bytes(model),
+            kv=cache_geometry(config, model_config, settings.dtype).page_bytes * shape.num_pages,
+            needs=needs,
+        )
+    if driver.store is not None:
+        if needs is not None:
+            keep_needs(driver.store, _needs_name(config), needs)
+        driver.store.finish(used_files(driver, config.cache_dir))
+    return Engine(settings, driver, loop, memory, meter.phases(driver))
+
+
+def _make_loop(
+    config: EngineConfig, model_config: ModelConfig, settings: Settings, executor: StepExecutor
+) -> StepLoop:
+    shape = executor.shape
     limits = ModelLimits(
         max_model_len=settings.max_model_len,
         vocab_size=settings.vocab_size,
         max_total_tokens=(shape.num_pages - 1) * shape.page_size + 1,
     )
-    loop = StepLoop(
+    return StepLoop(
         executor,
         limits,
         eos_token_ids=settings.eos_token_ids,
@@ -151,54 +175,8 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         is_overlapped=settings.is_overlapped,
         step_times=_measure_step_times(config, model_config, executor),
         loops_on_device=config.device_loop,
-        grammars=_grammar_service(config, settings, device),
+        grammars=_grammar_service(config, settings, settings.device),
     )
-    memory = _memory_table(config, model_config, model, settings, shape.num_pages, needs)
-    _note_start(config, driver, needs)
-    return Engine(settings, driver, loop, memory, meter.phases(driver))
-
-
-def _open_store(
-    config: EngineConfig,
-    driver: CompileDriver,
-    settings: Settings,
-    shape: SchedulerShape,
-    model_config: ModelConfig,
-) -> None:
-    """Gives the driver the store of the start's key, unless it has that already."""
-    if not keeps_pieces(config):
-        return
-    key = start_key(config, settings, shape, model_config, driver)
-    if driver.store is None or driver.store.key != key:
-        driver.store = EntryStore(config.cache_dir, key)
-
-
-def _memory_table(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    model: CausalLM,
-    settings: Settings,
-    num_pages: int,
-    needs: MemoryNeeds | None,
-) -> MemoryTable | None:
-    if needs is None:
-        return None
-    return memory_table(
-        settings.device,
-        config.gpu_memory_utilization,
-        weights=weight_bytes(model),
-        kv=cache_geometry(config, model_config, settings.dtype).page_bytes * num_pages,
-        needs=needs,
-    )
-
-
-def _note_start(config: EngineConfig, driver: CompileDriver, needs: MemoryNeeds | None) -> None:
-    """Keeps what a later start will ask for, beside the pieces."""
-    if driver.store is None:
-        return
-    if needs is not None:
-        keep_needs(driver.store, _needs_name(config), needs)
-    driver.store.finish(used_files(driver, config.cache_dir))
 
 
 def _log_quantization(

@@ -12,7 +12,7 @@ from pathlib import Path
 from triton.runtime.cache import FileCacheManager
 
 
-class MovableCache(FileCacheManager):  # type: ignore[misc]
+class MovableCache(FileCacheManager):
     """As Triton's own; files of a kernel are looked for where its note is."""
 
     def get_group(self, filename: str) -> dict[str, str] | None:

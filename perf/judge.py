@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -106,20 +106,22 @@ def judge(row: Row, expected: Expectation | None, recorded: Recorded | None) -> 
     return Verdict(text=f"ok, {seen}{target}")
 
 
-def record(runs: Sequence[Sequence[Row]]) -> dict[str, Recorded]:
+def record(
+    runs: Sequence[Sequence[Row]], least: Callable[[str], float] = lambda _: 0.0
+) -> dict[str, Recorded]:
     """Row key -> what repeated runs of one scenario reached, with the margin they give.
 
     The margin is twice the largest distance of a run from their median, and no less than half of
-    the spread within one run.
+    the spread within one run, nor than what `least` gives for a row's key.
     """
     rows: dict[str, list[Row]] = {}
     for run in runs:
         for row in run:
             rows.setdefault(row.key, []).append(row)
-    return {key: _recorded(found) for key, found in rows.items()}
+    return {key: _recorded(found, least(key)) for key, found in rows.items()}
 
 
-def _recorded(rows: Sequence[Row]) -> Recorded:
+def _recorded(rows: Sequence[Row], least: float) -> Recorded:
     middle = statistics.median(row.value for row in rows)
     if rows[0].unit in COUNTS or not middle:
         if any(row.value != middle for row in rows):
@@ -130,7 +132,7 @@ def _recorded(rows: Sequence[Row]) -> Recorded:
     within = max((row.spread[1] - row.spread[0]) / 2 for row in rows)
     return Recorded(
         value=float(f"{middle:.4g}"),
-        margin=round(max(between, within) / abs(middle), 4),
+        margin=max(least, round(max(between, within) / abs(middle), 4)),
         runs=tuple(row.run_id for row in rows),
         values=tuple(float(f"{row.value:.4g}") for row in rows),
     )

@@ -45,10 +45,12 @@ def run(options: Options, note: Note) -> Outcome:
 
 
 def _passes(model: str, arch: int | None, note: Note) -> Iterator[Measured]:
+    from compiled_engine.passes import PASS_NAMES
+
     place = f"sm_{arch}" if arch else "cpu"
     whole = _explain(model, arch, ())
     for name, matches in matches_of(whole).items():
-        if name == "expand":
+        if name not in PASS_NAMES:
             continue
         note(f"{place}: {name}")
         case = f"{place} {name}"

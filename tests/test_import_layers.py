@@ -53,10 +53,13 @@ BASE = (
     "start_times",
     "trusted_files",
 )
+# Triton loads it by its name, when it first looks for a kernel.
+OF_TRITON = ("triton_cache",)
 TEXT = ("ipc", "tokenizer", "detokenizer", "chat_template")
 # The first row that matches a module is its row.
 LAYERS: tuple[Layer, ...] = (
     Layer(0, BASE, own=True, no_packages=HEAVY),
+    Layer(0, OF_TRITON),
     Layer(1, ("device", "compile.torch_compat"), no_packages=("transformers", "xgrammar")),
     # Modules of Triton kernels import it, and are imported by launchers when they first run.
     Layer(2, ("custom_ops", "custom_ops.*"), own=True, lazily=("triton",)),
@@ -106,6 +109,9 @@ LAYERS: tuple[Layer, ...] = (
             "step_key",
             "queue_times",
             "warmup",
+            "build_ahead",
+            "build_parts",
+            "build_worker",
             "kernels",
             "kernels.*",
         ),
@@ -119,9 +125,6 @@ LAYERS: tuple[Layer, ...] = (
             "key_parts",
             "start_table",
             "start_check",
-            "build_ahead",
-            "build_parts",
-            "build_worker",
             "plain_attention",
             "quant_report",
             "engine",
