@@ -65,6 +65,7 @@ ENGINE_VALUES = {
     "allow_pickle": (None, True),
     "cache_dir": ("/somewhere", Path("/somewhere")),
     "num_threads": ("2", 2),
+    "compile_jobs": ("3", 3),
 }
 SERVER_VALUES = {
     "host": ("0.0.0.0", "0.0.0.0"),
