@@ -17,7 +17,7 @@ from perf.judge import Recorded, any_machine, judge, read_recorded
 from perf.qwen3_8b import Prompts
 from perf.rows import Measured, Row
 from perf.step_gates import count_allocations, count_steps, counted_reads, steady
-from tests.helpers.engines import tiny_engine
+from tests.helpers.engines import compiled_tiny_engine, tiny_engine
 from tests.helpers.tiny_model import tiny_config, write_tiny_model
 
 
@@ -44,6 +44,21 @@ def test_structure_is_what_was_recorded(tmp_path: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert code == 0, "\n".join(line for line in out.splitlines() if ": ok" not in line)
     assert "0 of " in out, f"without a guard: {out.splitlines()[-1]}"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="recorded with torch for the CPU")
+def test_a_warm_start_and_its_steps_cost_what_was_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """In this process, over the code that the tests compile; the command starts one of its own."""
+    folder = write_tiny_model(tmp_path, family="qwen3", seed=3)
+    engine = compiled_tiny_engine(folder)
+    if engine.driver.refresh().num_inductor_compiles:
+        engine = compiled_tiny_engine(folder)
+    started = list(gates.counted_start(asdict(engine.driver.refresh())))
+    code = check_recorded(rows_of([*started, *count_steps(engine)]))
+    assert code == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow
