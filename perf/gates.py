@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from filelock import FileLock
 
 from compiled_engine.config import default_cache_dir
 from perf import tiny
-from perf.rows import Measured, Outcome
+from perf.rows import Measured, Outcome, Row
 
 NAME = "ci"
 COLD_START = "perf_cold_start.json"
@@ -141,8 +141,7 @@ def steps(folder: Path, cache_dir: Path, note: Note) -> Iterator[Measured]:
                 note("nothing was in the cache: that was the cold start")
                 note_cold_start(cache_dir, found["seconds"])
             found = start(model, cache_dir)
-    for name, value in found["counters"].items():
-        yield count(f"warm_start_{name.removeprefix('num_')}", value)
+    yield from counted_start(found["counters"])
     imported = set(found["modules"])
     for name in WATCHED:
         yield count("warm_start_imports", int(name in imported), name)
@@ -150,6 +149,13 @@ def steps(folder: Path, cache_dir: Path, note: Note) -> Iterator[Measured]:
     yield Measured(metric="warm_over_cold_start", unit="ratio", values=[ratio])
     for row in found["rows"]:
         yield Measured(**row)
+
+
+def counted_start(counters: Mapping[str, Any]) -> Iterator[Measured]:
+    """The counts of `CompileCounters` after a warm start."""
+    for name, value in counters.items():
+        if type(value) is int:
+            yield count(f"warm_start_{name.removeprefix('num_')}", value)
 
 
 def start(model: Path, cache_dir: Path) -> dict[str, Any]:
@@ -192,3 +198,11 @@ def note_cold_start(cache_dir: Path, seconds: float) -> None:
 def least_margin(key: str) -> float:
     """The least margin of a ratio's row."""
     return LEAST_MARGINS.get(key, LEAST_MARGIN)
+
+
+def as_rows(measured: Iterable[Measured]) -> Iterator[Row]:
+    """Rows to be judged at once, of no run."""
+    for entry in measured:
+        yield entry.row(
+            scenario=NAME, run_id="now", commit="now", command="", environment={"device": ""}
+        )
