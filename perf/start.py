@@ -91,7 +91,11 @@ def prepared(model: str, place: Path) -> tuple[str, list[str]]:
     shape = SHAPES[model]
     flags = ["--load-format", "dummy", "--max-model-len", "8192"]
     for name, value in shape.options.items():
-        flags += [f"--{name.replace('_', '-')}", str(value)]
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags += [flag] if value else []
+        else:
+            flags += [flag, str(value)]
     return str(write_folder(place / "model", shape.config)), flags
 
 

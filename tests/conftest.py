@@ -18,9 +18,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from compiled_engine import build_ahead
 from compiled_engine.cache_folders import VARIABLES, place_caches
 
 MAX_COMPILES = 12
@@ -55,6 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[COUNT] = CompileCount()
     if not kept:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_process_compiles() -> Iterator[None]:
+    """Engines on a GPU compile by themselves: the workers that share the tests fill the machine."""
+    with mock.patch.object(build_ahead, "MOST_ON_GPU", 1):
+        yield
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -54,6 +54,7 @@ def test_processes_by_device_and_option(monkeypatch: pytest.MonkeyPatch, tmp_pat
     plain = config(tmp_path, tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     cuda = torch.device("cuda")
+    monkeypatch.setattr(build_ahead, "MOST_ON_GPU", 8)
     assert num_jobs(plain, CPU) == 1
     assert num_jobs(plain, cuda) == 8
     assert num_jobs(replace(plain, compile_jobs=3), CPU) == 3

@@ -172,7 +172,9 @@ def test_engine_compiled_never_recompiles_or_breaks(compiled, device):
     assert counters.num_graph_breaks == 0
     # embed, head and three ways to sample; parameters, or begin and end; versions of the layer
     num_others = 6 if device == "cuda" else 7
-    assert counters.num_graphs == num_others + len(compiled.loop.executor.pieces.versions)
+    made = counters.num_graphs + counters.num_loaded  # another test may have compiled them
+    assert made == num_others + len(compiled.loop.executor.pieces.versions)
+    assert counters.num_unrecorded == 0
     with counters.expect(num_recompiles=0, num_graphs=0, num_graph_breaks=0):
         for count in range(1, 18):
             run_requests(compiled, prompts_of(count, *([3] * count)))
