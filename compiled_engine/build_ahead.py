@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import IO
@@ -41,12 +42,81 @@ def num_jobs(config: EngineConfig, device: torch.device) -> int:
     # What one process measures the others would disturb.
     if config.kernel_objective == "autotune" or config.kernel_config is not None:
         return 1
+    # And a key that hangs on free memory is another one for each process.
+    if device.type == "cuda" and config.scheduler == "torch":
+        return 1
     if config.compile_jobs is not None:
         return config.compile_jobs
     if device.type != "cuda":
         return 1
     cores = len(os.sched_getaffinity(0))
     return max(1, min(MOST_ON_GPU, cores // CORES_EACH))
+
+
+class BuildProcesses:
+    """Processes that make everything a start compiles.
+
+    Args:
+        config: of the start; `config.model` is a folder.
+        device: it is for.
+        report: called with (label, done, total), from threads.
+        jobs: how many.
+
+    Raises:
+        ConfigError: as `build_engine`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, device: torch.device, report: Report, jobs: int
+    ) -> None:
+        total = _num_parts(config, device)
+        jobs = min(jobs, total)
+        plain = replace(config, compile_jobs=1, compile_mode="first")
+        if device.type == "cpu":  # generated code has the number of threads in it
+            plain = replace(plain, num_threads=torch.get_num_threads())
+        text = config_to_json(plain)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._workers: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
+        # Also when nobody closes it: with the object, or with this process.
+        self.close = weakref.finalize(self, _close, self._workers, self._readers, self._errors)
+        counter = _Counter(total, report)
+        for index in range(jobs):
+            worker = _launch(text, index, jobs, self._errors)
+            self._workers.append(worker)
+            self._readers.append(threading.Thread(target=counter.read, args=(worker,), daemon=True))
+            self._readers[-1].start()
+
+    def is_done(self) -> bool:
+        """Whether all of them have ended."""
+        return all(worker.poll() is not None for worker in self._workers)
+
+    def wait(self) -> None:
+        """Waits until all of them have ended, and says which failed."""
+        for reader in self._readers:
+            reader.join()
+        failed = [worker.wait() for worker in self._workers]
+        if any(failed):
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            logger.warning(
+                "%d of %d processes that compile ahead failed (%s): what they did not make is "
+                "compiled by the next start, or by this one if it waits for it",
+                sum(code != 0 for code in failed),
+                len(failed),
+                lines[-1] if lines else "no message",
+            )
+
+
+def _close(
+    workers: list[subprocess.Popen[str]], readers: list[threading.Thread], errors: IO[bytes]
+) -> None:
+    for worker in workers:
+        _end(worker)
+    for reader in readers:
+        if reader is not threading.current_thread():
+            reader.join()
+    errors.close()
 
 
 @contextmanager
@@ -62,40 +132,43 @@ def building_ahead(
         ConfigError: as `build_engine`.
     """
     jobs = num_jobs(config, device)
-    if jobs == 1 or not keeps_pieces(config) or not _is_missing(config):
+    if config.compile_mode != "first" or jobs == 1 or not is_missing(config):
         yield lambda: None
         return
-    total = _num_parts(config, device)
-    jobs = min(jobs, total)
-    text = config_to_json(replace(config, compile_jobs=1))
-    with tempfile.TemporaryFile() as errors, ThreadPoolExecutor(jobs) as pool:
-        workers = [_launch(text, index, jobs, errors) for index in range(jobs)]
-        try:
-            counter = _Counter(total, report)
-            readers = [pool.submit(counter.read, worker) for worker in workers]
-            yield lambda: _wait(workers, [reader.result for reader in readers], errors)
-        finally:
-            for worker in workers:
-                _end(worker)
+    if _is_foreign(config):  # its layers are known once transformers has built it
+        yield lambda: None
+        return
+    processes = BuildProcesses(config, device, report, jobs)
+    try:
+        yield processes.wait
+    finally:
+        processes.close()
 
 
-def _is_missing(config: EngineConfig) -> bool:
+def is_missing(config: EngineConfig) -> bool:
+    """Whether a start would compile something that can be kept."""
+    if not keeps_pieces(config):
+        return False
     from compiled_engine.start_check import check_start
 
     return bool(check_start(config).problems)
 
 
-def _num_parts(config: EngineConfig, device: torch.device) -> int:
-    from compiled_engine.settings import preview
+def _is_foreign(config: EngineConfig) -> bool:
+    from compiled_engine.settings import ANY_PAGES, preview
 
-    settings, model_config = preview(config)
-    if isinstance(model_config, HfModelConfig):
-        return 1
+    return isinstance(preview(config, num_pages=ANY_PAGES)[1], HfModelConfig)
+
+
+def _num_parts(config: EngineConfig, device: torch.device) -> int:
+    from compiled_engine.settings import ANY_PAGES, preview
+
+    settings, _ = preview(config, num_pages=ANY_PAGES)
     is_gpu = device.type == "cuda"
     versions = layer_versions(
         settings.chunked_prefill_size, settings.max_num_seqs, is_gpu=is_gpu, has_last=is_gpu
     )
-    return len(list_parts(versions, is_gpu=is_gpu))
+    return len(list_parts(versions, is_gpu=is_gpu, scheduler=settings.scheduler))
 
 
 def _launch(text: str, index: int, count: int, errors: IO[bytes]) -> subprocess.Popen[str]:
@@ -104,7 +177,7 @@ def _launch(text: str, index: int, count: int, errors: IO[bytes]) -> subprocess.
         command,
         stdout=subprocess.PIPE,
         stderr=errors,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # closes with this process, however that ends
         text=True,
         start_new_session=True,
         # Each compiles by itself: compilers of their own would be more than there are cores.
@@ -117,6 +190,8 @@ def _end(worker: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
+    if worker.stdin is not None:
+        worker.stdin.close()
 
 
 class _Counter:
@@ -126,32 +201,22 @@ class _Counter:
         self._done = 0
         self._total = total
         self._report = report
+        self._lock = threading.Lock()
         report("pieces, in processes", 0, total)
 
     def read(self, worker: subprocess.Popen[str]) -> None:
-        """Reads a process to its end."""
+        """Reads a process to its end, whatever it writes."""
         assert worker.stdout is not None
-        for line in worker.stdout:
-            if not line.startswith("{"):
-                continue
+        with worker.stdout as lines:
+            for line in lines:
+                if line.startswith("{"):
+                    self._count(line)
+
+    def _count(self, line: str) -> None:
+        with self._lock:
             self._done += 1
-            label = f"{json.loads(line)['part']}, in a process"
-            self._report(label, min(self._done, self._total), self._total)
-        worker.stdout.close()
-
-
-def _wait(
-    workers: list[subprocess.Popen[str]], read: list[Callable[[], None]], errors: IO[bytes]
-) -> None:
-    for wait in read:
-        wait()
-    failed = [worker.wait() for worker in workers]
-    if any(failed):
-        errors.seek(0)
-        lines = errors.read().decode(errors="replace").strip().splitlines()
-        logger.warning(
-            "%d of %d processes that compile ahead failed (%s): the start compiles what is missing",
-            sum(code != 0 for code in failed),
-            len(failed),
-            lines[-1] if lines else "no message",
-        )
+            done = min(self._done, self._total)
+            try:
+                self._report(f"{json.loads(line)['part']}, in a process", done, self._total)
+            except Exception:
+                logger.exception("a compiled part could not be reported")

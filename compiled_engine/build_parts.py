@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compiled_engine.config import SchedulerKernels
 from compiled_engine.pieces import LayerVersion, StepPieces
 from compiled_engine.sampler import Variant, build_param_inbox
 from compiled_engine.scheduler.inbox import InboxBuilder
@@ -43,8 +44,10 @@ class Part:
     share: tuple[int, int] = (0, 1)
 
 
-def list_parts(versions: Sequence[LayerVersion], *, is_gpu: bool) -> list[Part]:
-    """All parts, those that take longest first."""
+def list_parts(
+    versions: Sequence[LayerVersion], *, is_gpu: bool, scheduler: SchedulerKernels
+) -> list[Part]:
+    """All parts, those that take longest first; `scheduler` as in `Settings`."""
     parts = []
     for version in versions:
         count = SLICES.get(version.name, 1) if is_gpu else 1
@@ -52,8 +55,8 @@ def list_parts(versions: Sequence[LayerVersion], *, is_gpu: bool) -> list[Part]:
             Part(f"layer, {version.sizes}", "layer", version, share=(index, count))
             for index in range(count)
         ]
-    scheduler = ["apply_params", "embed"] if is_gpu else ["end", "begin", "embed"]
-    others = [Part(name, name) for name in (*scheduler, "head")]
+    planning = ["apply_params"] if scheduler == "cuda" else ["end", "begin"]
+    others = [Part(name, name) for name in (*planning, "embed", "head")]
     samplers = [
         Part(f"sampler, {variant.name.lower()}", "sampler", variant=variant)
         for variant in reversed(Variant)

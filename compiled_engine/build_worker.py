@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from compiled_engine.build_parts import Part, PartMaker, list_parts
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.store import EntryStore
 from compiled_engine.config import EngineConfig, config_from_json
+from compiled_engine.device import pick_device
 from compiled_engine.engine import kept_ops
 from compiled_engine.key_parts import start_key
 from compiled_engine.kv_cache import allocate
@@ -28,16 +30,21 @@ from compiled_engine.layer_kinds import layer_kinds
 from compiled_engine.models import ARCHITECTURES, ModelConfig
 from compiled_engine.models.weights import build_model, init_dummy_weights, outline_model
 from compiled_engine.pieces import StepPieces
-from compiled_engine.settings import Settings, cache_geometry, preview, scheduler_shape
-
-FEW_PAGES = 256
+from compiled_engine.settings import (
+    ANY_PAGES,
+    Settings,
+    cache_geometry,
+    preview,
+    scheduler_shape,
+)
 
 
 def shortened(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
-    """The config of a model that begins like this one and has each kind of its layers."""
+    """The config of a short model with each kind of this one's layers, which ends as it does."""
     outline = outline_model(ARCHITECTURES[config.architecture], config, dtype=dtype)
     kinds = layer_kinds(outline.layers)
     count = max(kinds.index(kind) for kind in set(kinds)) + 1
+    count = kinds.index(kinds[-1], count - 1) + 1  # and ends as it does
     return replace(config, num_layers=count, windows=config.windows[:count])
 
 
@@ -45,16 +52,21 @@ def open_maker(config: EngineConfig) -> tuple[PartMaker, list[Part]]:
     """What makes parts, and all parts there are."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    settings, model_config = preview(config)
-    device = settings.device
+    device = pick_device(config.device)
     is_gpu = device.type == "cuda"
+    # Code for a GPU takes any number of pages, and who asks for memory there may find none free.
+    settings, model_config = preview(config, num_pages=ANY_PAGES if is_gpu else None)
     driver = CompileDriver(config, kept_ops=kept_ops(device), device_type=device.type)
     key = start_key(config, settings, scheduler_shape(config, settings), model_config, driver)
     driver.store = EntryStore(Path(config.cache_dir), key)
-    if is_gpu:  # code takes any number of pages there
-        settings = replace(settings, num_pages=min(settings.num_pages, FEW_PAGES))
     maker = _maker(config, settings, shortened(model_config, settings.dtype), driver)
-    return maker, list_parts(maker.pieces.versions, is_gpu=is_gpu)
+    return maker, list_parts(maker.pieces.versions, is_gpu=is_gpu, scheduler=settings.scheduler)
+
+
+def _end_with_parent() -> None:
+    """Ends this process when the one that started it is gone: its end of standard input closes."""
+    sys.stdin.buffer.read()
+    os._exit(1)
 
 
 def _maker(
@@ -86,6 +98,7 @@ def main() -> int:
     """Entry point: the config as JSON, which worker this is, how many there are."""
     level = os.environ.get("COMPILED_ENGINE_LOG_LEVEL", "WARNING").upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     config, index, count = config_from_json(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     maker, parts = open_maker(config)
     for part in parts[index::count]:

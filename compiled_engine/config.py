@@ -22,6 +22,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 OverlapSchedule = Literal["auto", "on", "off"]
 JumpForward = Literal["auto", "on", "off"]
+CompileMode = Literal["first", "eager-first"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CudagraphMode = Literal["full", "piecewise", "none"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
@@ -96,6 +97,9 @@ class EngineConfig:
         allow_pickle: allow `.bin` / `.pt` weights, which can run code while they are read.
         cache_dir: converted models and compiled code.
         num_threads: CPU threads for computation; None is torch's default.
+        compile_mode: "first" compiles before anything is served; "eager-first" serves uncompiled
+            code at once where the cache lacks something, and takes up what processes compile
+            meanwhile between two steps.
         compile_jobs: processes that compile for a start whose cache is empty; None is one for two
             cores, up to 8, on a GPU, and one on a CPU.
     """
@@ -136,6 +140,7 @@ class EngineConfig:
     allow_pickle: bool = False
     cache_dir: Path = field(default_factory=default_cache_dir)
     num_threads: int | None = None
+    compile_mode: CompileMode = "first"
     compile_jobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -143,6 +148,7 @@ class EngineConfig:
         _check_choice("--dtype", self.dtype, DtypeName)
         _check_choice("--quantization", self.quantization, Quantization)
         _check_choice("--device", self.device, DeviceName)
+        _check_choice("--compile-mode", self.compile_mode, CompileMode)
         _check_choice("--jump-forward", self.jump_forward, JumpForward)
         _check_choice("--overlap-schedule", self.overlap_schedule, OverlapSchedule)
         _check_choice("--cudagraph-mode", self.cudagraph_mode, CudagraphMode)

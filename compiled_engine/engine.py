@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from compiled_engine.build_ahead import building_ahead
+from compiled_engine.build_ahead import BuildProcesses, building_ahead, is_missing, num_jobs
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.graphs import StepGraphs
 from compiled_engine.compile.store import EntryStore
@@ -22,6 +23,8 @@ from compiled_engine.custom_ops import ALL_OPS
 from compiled_engine.custom_ops.quant import QUANT_OPS
 from compiled_engine.custom_ops.registry import Target
 from compiled_engine.device import pick_device
+from compiled_engine.eager_first import LaterPieces
+from compiled_engine.errors import ConfigError
 from compiled_engine.grammar import GrammarService
 from compiled_engine.grammar_compiler import TokenTable
 from compiled_engine.key_parts import keeps_pieces, start_key
@@ -56,7 +59,7 @@ from compiled_engine.settings import (
     scheduler_shape,
     weight_bytes,
 )
-from compiled_engine.start_table import StartMeter, used_files
+from compiled_engine.start_table import StartMeter, kept_files, used_files
 from compiled_engine.start_times import StartPhase
 from compiled_engine.step import StepExecutor
 from compiled_engine.step_times import StepTimes
@@ -92,6 +95,7 @@ class Engine:
         loop: StepLoop,
         memory: MemoryTable | None,
         start: list[StartPhase],
+        later: LaterPieces | None = None,
     ) -> None:
         self.settings = settings
         self.driver = driver
@@ -99,6 +103,12 @@ class Engine:
         self.limits = loop.limits
         self.memory = memory
         self.start = start
+        self._later = later
+
+    def close(self) -> None:
+        """Ends what still compiles for it."""
+        if self._later is not None:
+            self._later.close()
 
 
 def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
@@ -115,11 +125,9 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     driver = CompileDriver(config, kept_ops=kept_ops(device), device_type=device.type)
     with driver.times.measure("load"):
         folder = find_model(config, progress)
-
-    def report(label: str, done: int, total: int) -> None:
-        progress("compiling", label, done, total)
-
-    with building_ahead(replace(config, model=str(folder)), device, report) as wait_for_build:
+    here, report = replace(config, model=str(folder)), partial(progress, "compiling")
+    is_later = config.compile_mode == "eager-first" and is_missing(here)
+    with building_ahead(here, device, report) as wait_for_build:
         with driver.times.measure("load"):
             model_config = model_config_of(config, folder, Target.of(device))
             model = _load_model(config, model_config, folder, device, progress)
@@ -137,9 +145,15 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         key = start_key(config, settings, shape, model_config, driver)
         if driver.store is None or driver.store.key != key:
             driver.store = EntryStore(config.cache_dir, key)
-    executor = make_executor(config, model_config, model, shape, settings, driver)
-    with driver.times.measure("first steps"):
-        _warm_up(config, executor, progress)
+    later = None
+    if is_later:
+        executor, later = _serving_plain(
+            here, model_config, model, shape, settings, driver, progress
+        )
+    else:
+        executor = make_executor(config, model_config, model, shape, settings, driver)
+        with driver.times.measure("first steps"):
+            _warm_up(config, executor, progress)
     _log_quantization(model, model_config, settings, driver)
     loop = _make_loop(config, model_config, settings, executor)
     memory = None
@@ -154,8 +168,49 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     if driver.store is not None:
         if needs is not None:
             keep_needs(driver.store, _needs_name(config), needs)
-        driver.store.finish(used_files(driver, config.cache_dir))
-    return Engine(settings, driver, loop, memory, meter.phases(driver))
+        if not is_later:
+            driver.store.finish(used_files(driver, config.cache_dir))
+    return Engine(settings, driver, loop, memory, meter.phases(driver), later)
+
+
+def _serving_plain(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: CausalLM,
+    shape: SchedulerShape,
+    settings: Settings,
+    driver: CompileDriver,
+    progress: BuildProgress,
+) -> tuple[StepExecutor, LaterPieces]:
+    """What runs uncompiled pieces until processes have compiled them; see `eager_first`."""
+
+    def report(label: str, done: int, total: int) -> None:
+        logger.info("compiling %s: %d of %d done", label, done, total)
+
+    def make() -> StepPieces:
+        return make_pieces(model, shape, settings, driver)
+
+    def finish() -> None:
+        assert driver.store is not None
+        driver.store.finish(kept_files(config.cache_dir))  # the processes' are among them
+
+    if isinstance(model_config, HfModelConfig):
+        raise ConfigError(
+            f"--compile-mode eager-first is for models that have a file here; "
+            f"{model_config.architecture} runs from transformers' own code",
+            param="compile_mode",
+        )
+    plain = replace(config, enforce_eager=True, cudagraph_mode="none")
+    executor = make_executor(plain, model_config, model, shape, settings, CompileDriver(plain))
+    with driver.times.measure("first steps"):
+        _warm_up(plain, executor, progress)
+    device = settings.device
+    # Beside a full KV pool there is memory for one process.
+    jobs = 1 if device.type == "cuda" and config.compile_jobs is None else num_jobs(config, device)
+    processes = BuildProcesses(config, device, report, jobs)
+    later = LaterPieces(executor, driver, make, processes, _graphs(config, executor))
+    later.on_taken = finish
+    return executor, later
 
 
 def _make_loop(
@@ -240,7 +295,15 @@ def make_executor(
     caches = allocate(
         cache_geometry(config, model_config, settings.dtype), shape.num_pages, settings.device
     )
-    pieces = StepPieces(
+    pieces = make_pieces(model, shape, settings, driver)
+    return StepExecutor(model, caches, pieces, settings.buckets, driver)
+
+
+def make_pieces(
+    model: CausalLM, shape: SchedulerShape, settings: Settings, driver: CompileDriver
+) -> StepPieces:
+    """The functions of a step for one shape, compiled by `driver` when they are first called."""
+    return StepPieces(
         model,
         shape,
         settings.vocab_size,
@@ -248,7 +311,6 @@ def make_executor(
         is_gpu=settings.device.type == "cuda",
         scheduler=settings.scheduler,
     )
-    return StepExecutor(model, caches, pieces, settings.buckets, driver)
 
 
 def _memory_needs(
@@ -388,16 +450,20 @@ def _load_hf_model(
 def _warm_up(config: EngineConfig, executor: StepExecutor, progress: BuildProgress) -> None:
     shape = executor.shape
     inbox, _ = InboxBuilder(shape).take()
-    graphs = None
-    if executor.device.type == "cuda" and config.cudagraph_mode != "none":
-        graphs = StepGraphs(
-            executor.device,
-            split_ops=SPLIT_OPS if config.cudagraph_mode == "piecewise" else (),
-            addresses=executor.addresses if config.check_graphs else None,
-        )
     executor.warm_up(
         inbox,
         build_param_inbox(shape, []),
         lambda label, done, total: progress("compiling", label, done, total),
-        graphs=graphs,
+        graphs=_graphs(config, executor),
+    )
+
+
+def _graphs(config: EngineConfig, executor: StepExecutor) -> StepGraphs | None:
+    """What captures steps; None where they are launched kernel by kernel."""
+    if executor.device.type != "cuda" or config.cudagraph_mode == "none":
+        return None
+    return StepGraphs(
+        executor.device,
+        split_ops=SPLIT_OPS if config.cudagraph_mode == "piecewise" else (),
+        addresses=executor.addresses if config.check_graphs else None,
     )

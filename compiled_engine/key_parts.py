@@ -62,6 +62,7 @@ IRRELEVANT_FIELDS = {
     "allow_pickle": "which weight files may be read",
     "cache_dir": "where the code is kept",
     "compile_jobs": "who compiles it",
+    "compile_mode": "when it is compiled",
 }
 # Of a scheduler's shape: what follows from the number of pages.
 _OF_PAGES = frozenset({"num_pages", "index_buckets"})

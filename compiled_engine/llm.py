@@ -141,7 +141,9 @@ class LLM:
 
     def close(self) -> None:
         """Frees the model and its caches; may be called twice. Nothing else works afterwards."""
-        self.__dict__.pop("engine", None)
+        engine = self.__dict__.pop("engine", None)
+        if engine is not None:
+            engine.close()
 
     def __enter__(self) -> LLM:
         return self

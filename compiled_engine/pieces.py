@@ -367,6 +367,18 @@ class StepPieces:
             self._layers[key] = self._compile_layer(*key)
         return self._layers[key]
 
+    def preload(self) -> list[str]:
+        """Takes every piece from the store without calling it; names those that are not there."""
+        last = len(self.kinds) - 1
+        first = {kind: index for index, kind in reversed(list(enumerate(self.kinds)))}
+        for version in self.versions:
+            for index in [last] if version.is_last else first.values():
+                self.layer(version, index)
+        # On a GPU few rows take another version of the head, and prompts alone take this one.
+        is_rare = self._is_gpu and self.shape.max_rows <= self.max_few
+        pieces = [p for p in self._driver.pieces if not (is_rare and p.name == "head")]
+        return [piece.name for piece in pieces if not piece.preload()]
+
     def mark_sizes(
         self,
         version: LayerVersion,

@@ -31,6 +31,8 @@ from compiled_engine.sampler import MAX_EOS_TOKEN_IDS
 from compiled_engine.scheduler.state import SchedulerShape
 from compiled_engine.tokenizer import Tokenizer, has_tokenizer
 
+# A pool's pages where code is made that does not depend on them.
+ANY_PAGES = 256
 # (phase, label, done, total); phase is "loading" or "compiling"
 BuildProgress = Callable[[str, str, int, int], None]
 
@@ -81,6 +83,19 @@ def check_options(config: EngineConfig, device: torch.device) -> None:
                 "of them out",
                 param=name,
             )
+    if config.compile_mode == "eager-first":
+        for flag, is_given, reason in (
+            ("enforce_eager", config.enforce_eager, "compiles nothing"),
+            ("dump_graphs", config.dump_graphs is not None, "keeps nothing that is compiled"),
+            ("device_loop", config.device_loop, "needs captured steps from the start"),
+            ("max_step_ms", config.max_step_ms is not None, "measures compiled steps at the start"),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"--compile-mode eager-first cannot go with --{flag.replace('_', '-')}, which "
+                    f"{reason}: leave one of them out",
+                    param="compile_mode",
+                )
     if config.device_loop and config.cudagraph_mode != "full":
         raise ConfigError(
             f"--device-loop repeats whole graphs; --cudagraph-mode is {config.cudagraph_mode}",
@@ -200,8 +215,11 @@ def preview_settings(config: EngineConfig) -> Settings:
     return preview(config)[0]
 
 
-def preview(config: EngineConfig) -> tuple[Settings, ModelConfig]:
-    """As `preview_settings`, with the config that the model would be built from."""
+def preview(config: EngineConfig, *, num_pages: int | None = None) -> tuple[Settings, ModelConfig]:
+    """As `preview_settings`, with the config that the model would be built from.
+
+    With `num_pages` nobody asks how much memory is free.
+    """
     device = pick_device(config.device)
     folder = resolve_model(config.model, config.cache_dir, with_weights=False)
     model_config = model_config_of(config, folder, Target.of(device))
@@ -211,7 +229,15 @@ def preview(config: EngineConfig) -> tuple[Settings, ModelConfig]:
     model_config = model.config
     # On a CPU the pool's share does not depend on the weights.
     reserved_bytes = weight_bytes(model) if device.type == "cuda" else 0
-    settings = resolve(config, model_config, folder, device, model, reserved_bytes=reserved_bytes)
+    settings = resolve(
+        config,
+        model_config,
+        folder,
+        device,
+        model,
+        reserved_bytes=reserved_bytes,
+        num_pages=num_pages,
+    )
     return settings, model_config
 
 
@@ -265,37 +291,26 @@ def resolve(
     model: CausalLM,
     *,
     reserved_bytes: int = 0,
+    num_pages: int | None = None,
 ) -> Settings:
-    """Settings for a model; `reserved_bytes` are memory that is free now and will not be."""
+    """Settings for a model; `reserved_bytes` are memory that is free now and will not be.
+
+    The pool has `num_pages`, or what fits into the rest.
+    """
     is_cpu = device.type == "cpu"
     max_model_len = _max_model_len(config, model_config)
     max_num_seqs = config.max_num_seqs or (64 if is_cpu else 256)
     chunk = config.chunked_prefill_size or (512 if is_cpu else 8192)
     dtype = next(model.parameters()).dtype
-    geometry = cache_geometry(config, model_config, dtype)
-    free = available_bytes(
-        device,
-        config.gpu_memory_utilization,
-        is_size_given=config.max_total_tokens is not None,
-    )
-    if not is_cpu and not reserved_bytes:  # once, before the largest step is tried
-        check_attention(
-            Target.of(device),
-            geometry,
+    if num_pages is None:
+        num_pages = _fitting_pages(
+            config,
+            model_config,
+            device,
             dtype,
-            num_heads=model_config.num_heads,
-            num_tokens=chunk,
-            context=max_model_len,
-            num_rows=max_num_seqs,
-            free_bytes=free,
+            (max_model_len, max_num_seqs, chunk),
+            reserved_bytes,
         )
-    num_pages = choose_num_pages(
-        geometry,
-        max_total_tokens=config.max_total_tokens,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        available_bytes=max(0, free - reserved_bytes),
-    )
     tokenizer_folder = folder
     if config.tokenizer is not None:
         tokenizer_folder = resolve_model(config.tokenizer, config.cache_dir, with_weights=False)
@@ -314,6 +329,43 @@ def resolve(
         is_overlapped={"auto": not is_cpu, "on": True, "off": False}[config.overlap_schedule],
         buckets=token_buckets(chunk, fine_up_to=None if is_cpu else max_num_seqs),
         scheduler=_scheduler(config, is_cpu=is_cpu),
+    )
+
+
+def _fitting_pages(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    reserved_bytes: int,
+) -> int:
+    """Pages that memory has room for; `sizes` are the longest row, the rows, tokens of a step."""
+    max_model_len, max_num_seqs, chunk = sizes
+    is_cpu = device.type == "cpu"
+    geometry = cache_geometry(config, model_config, dtype)
+    free = available_bytes(
+        device,
+        config.gpu_memory_utilization,
+        is_size_given=config.max_total_tokens is not None,
+    )
+    if not is_cpu and not reserved_bytes:  # once, before the largest step is tried
+        check_attention(
+            Target.of(device),
+            geometry,
+            dtype,
+            num_heads=model_config.num_heads,
+            num_tokens=chunk,
+            context=max_model_len,
+            num_rows=max_num_seqs,
+            free_bytes=free,
+        )
+    return choose_num_pages(
+        geometry,
+        max_total_tokens=config.max_total_tokens,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        available_bytes=max(0, free - reserved_bytes),
     )
 
 

@@ -24,7 +24,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.device import pick_device
 from compiled_engine.engine import kept_ops
 from compiled_engine.key_parts import keeps_pieces, start_key
-from compiled_engine.settings import check_options, preview, scheduler_shape
+from compiled_engine.settings import ANY_PAGES, check_options, preview, scheduler_shape
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def preview_key(config: EngineConfig) -> StartKey:
     device = pick_device(config.device)
     check_options(config, device)
     driver = CompileDriver(config, kept_ops=kept_ops(device), device_type=device.type)
-    settings, model_config = preview(config)
+    # The key of a GPU's start does not depend on the pages that fit, unless torch schedules there.
+    is_any = device.type == "cuda" and config.scheduler != "torch"
+    settings, model_config = preview(config, num_pages=ANY_PAGES if is_any else None)
     shape = scheduler_shape(config, settings)
     return start_key(config, settings, shape, model_config, driver)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compiled_engine.build_cache import build_totals
+from compiled_engine.cache_folders import CUBINS, KERNELS, LIBRARIES, PRODUCTS
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.custom_ops.tuning import KernelTuner
 from compiled_engine.start_times import OTHER, StartPhase
@@ -94,6 +95,14 @@ class StartMeter:
                 num_hits=tuner.num_known,
                 num_misses=tuner.num_measured,
             )
+
+
+def kept_files(cache_dir: Path) -> list[str]:
+    """Files of the cache folder that starts put there beside compiled pieces, whoever used them."""
+    base = Path(cache_dir).absolute()
+    folders = (base / name for name in (CUBINS, LIBRARIES, KERNELS, PRODUCTS))
+    paths = (path for folder in folders for path in folder.glob("*") if path.is_file())
+    return sorted(path.relative_to(base).as_posix() for path in paths)
 
 
 def used_files(driver: CompileDriver, cache_dir: Path) -> list[str]:

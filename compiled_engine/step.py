@@ -114,6 +114,7 @@ class StepExecutor:
         self._loops: dict[StepKey, DeviceLoop] = {}
         self._upload: DeviceInbox | None = None
         self.survives_out_of_memory = False
+        self.before_launch: Callable[[], None] = lambda: None
         self._out_of_memory: list[int] | None = None
 
     @cached_property
@@ -136,6 +137,7 @@ class StepExecutor:
         needs, and a step without tokens does not run the model. Without entries in the inbox
         nothing is copied. `masks` are those whose arrival the inbox announces.
         """
+        self.before_launch()
         if masks:
             self._mask_upload.send(masks)
         if self.reads_plans:
@@ -353,19 +355,11 @@ class StepExecutor:
 
     def _attention_work(self, ctx: PagedContext, version: LayerVersion) -> Tensor:
         is_decode = version.is_decode and self.driver.runs_pass(DECODE_ATTENTION)
-        config, cache = self.model.config, self.caches[0].k_cache
-        return torch.ops.ce.attention_work.default(
-            ctx.block_table,
-            ctx.token_rows,
-            ctx.positions,
-            ctx.seq_rows,
-            ctx.seq_lens,
-            ctx.query_start_loc,
-            cache.shape[1],
-            config.num_heads,
-            config.num_kv_heads,
-            is_decode,
-        )
+        config, page_size = self.model.config, self.caches[0].k_cache.shape[1]
+        heads = config.num_heads, config.num_kv_heads
+        rows = ctx.seq_rows, ctx.seq_lens, ctx.query_start_loc
+        where = ctx.block_table, ctx.token_rows, ctx.positions
+        return torch.ops.ce.attention_work.default(*where, *rows, page_size, *heads, is_decode)
 
     def _budget(self, num_tokens: int) -> Tensor:
         if num_tokens not in self._budgets:
@@ -398,6 +392,13 @@ class StepExecutor:
         found = {name: tensor.data_ptr() for name, tensor in named.items()}
         found |= {"inbox": self._upload.address, "masks": self.mask_bits.data_ptr()}
         return found | {"logprobs": self.logprobs.staged.data_ptr()}
+
+    def take_pieces(
+        self, pieces: StepPieces, driver: CompileDriver, graphs: StepGraphs | None
+    ) -> None:
+        """Runs these from the next launch on; on a GPU nothing may be in flight."""
+        self.pieces, self.driver, self._graphs = pieces, driver, graphs
+        self._keys.clear()
 
     # --- before the first request ---------------------------------------------------------
 
@@ -491,8 +492,7 @@ class StepExecutor:
 
     def _any_size(self, tensor: Tensor) -> Tensor:
         """A copy whose first dim the next compile must take as any size; itself when eager."""
-        if self.driver.is_eager:
-            return tensor
-        tensor = tensor.clone()
-        mark_any_size(tensor, 0)
+        if not self.driver.is_eager:
+            tensor = tensor.clone()
+            mark_any_size(tensor, 0)
         return tensor

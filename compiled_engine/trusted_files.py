@@ -34,8 +34,7 @@ def make_folders(base: Path, *below: str) -> None:
     for name in below:
         base /= name
         with suppress(FileExistsError):
-            base.mkdir()
-            base.chmod(0o755)  # whatever the umask allows
+            base.mkdir(0o755)  # never writable by others, not even for a moment
 
 
 @contextmanager

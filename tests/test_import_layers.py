@@ -123,6 +123,7 @@ LAYERS: tuple[Layer, ...] = (
             "key_parts",
             "build_ahead",
             "build_worker",
+            "eager_first",
             "start_table",
             "start_check",
             "plain_attention",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +81,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile nothing: exit with 1 if a start with these flags would, and say what and why",
     )
     add_config_arguments(parser, EngineConfig)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        dest="compile_jobs",
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="the same as --compile-jobs",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Warms up, then prints tables and, as the last line, one JSON document."""
     config = config_from_args(EngineConfig, args)
+    if config.compile_mode != "first":
+        raise ConfigError(
+            "--compile-mode eager-first puts off what warmup is for: leave it out",
+            param="compile_mode",
+        )
+    if config.load_format == "auto":  # code does not depend on weights: none are read
+        config = replace(config, load_format="dummy")
     if args.check:
         if args.output is not None:
             raise ConfigError("--output needs a warm-up, and --check makes none: leave one out")

@@ -45,7 +45,8 @@ class DirectPiece:
         """Calls the function; the first call loads or compiles it."""
         if self._call is None:
             returned = self._piece.first(*static, *shared, *varying)
-            self._look_up()
+            if self._piece.loaded is not None:
+                self._look_up()
             return tuple(returned)
         if shared is not self._shared:
             self._bind_shared(shared, varying)
@@ -101,6 +102,9 @@ class DirectPiece:
         for (place, item), value in zip(
             self._static_inputs, self._static_values(*static), strict=True
         ):
+            if item.kind is not None and value.device.type == "cuda":
+                # Generated kernels read 16 bytes at a time.
+                assert value.data_ptr() % 16 == 0, f"{over_parameters(item.source)} is misaligned"
             assert item.kind is None or item.kind.takes(value), (
                 f"{over_parameters(item.source)} is {value.shape}, compiled for {item.kind}"
             )

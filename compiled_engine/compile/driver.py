@@ -55,6 +55,7 @@ class CompileDriver:
         self.counters = CompileCounters()
         self.times = StartTimes()
         self.store: EntryStore | None = None  # of compiled pieces, once the start's key is known
+        self.pieces: list[Piece] = []  # all that were made
         self._seconds_before = compile_seconds()
         self.is_eager = config.enforce_eager
         self.kept_ops = kept_ops
@@ -120,7 +121,9 @@ class CompileDriver:
         def options() -> dict[str, Any]:
             return {"post_grad_custom_pre_pass": self.passes(traits, name), **self.options}
 
-        return Piece(function, name, options=options, counters=self.counters, store=self.store)
+        piece = Piece(function, name, options=options, counters=self.counters, store=self.store)
+        self.pieces.append(piece)
+        return piece
 
     def compile_direct(
         self,

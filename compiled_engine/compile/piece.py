@@ -22,6 +22,7 @@ from compiled_engine.compile.program import (
     Program,
     ProgramError,
     ProgramInput,
+    ProgramLoadError,
     binder,
     rebuilder,
 )
@@ -111,12 +112,17 @@ class Piece:
             return self._traced(*arguments)
         start = time.perf_counter()
         try:
-            self.loaded = self._from_store()
-            if self.loaded is not None:
+            if self.preload():
                 return self(*arguments)
             return self._compile(*arguments)
         finally:
             self._counters.piece_seconds[self.name] = time.perf_counter() - start
+
+    def preload(self) -> bool:
+        """Takes the piece from the store without calling it; False if it is not there."""
+        if self.loaded is None:
+            self.loaded = self._from_store()
+        return self.loaded is not None
 
     def _from_store(self) -> LoadedProgram | None:
         data = None if self._store is None else self._store.load(self.name)
@@ -126,6 +132,9 @@ class Piece:
         try:
             program = Program.from_bytes(data)
             loaded = LoadedProgram(program, self.parameters)
+        except ProgramLoadError as error:  # the entry may be good
+            logger.warning("%s; it is compiled again", error)
+            return None
         except ProgramError as error:
             self._store.drop(self.name, str(error))
             return None
@@ -165,7 +174,7 @@ class Piece:
         try:
             inputs = recording.graph_inputs(capture.graph, capture.sources)
             outputs = recording.output_structure(returned, capture.results, named)
-        except recording.NotRecordable as error:
+        except Exception as error:
             self._refuse(error)
             return None
         try:
@@ -181,7 +190,8 @@ class Piece:
             # What runs here is what a later start will run.
             data = program.to_bytes()
             loaded = LoadedProgram(Program.from_bytes(data), self.parameters)
-        except (recording.NotRecordable, ProgramError) as error:
+            recording.check_bound(loaded.bind(*arguments), capture.arguments)
+        except Exception as error:  # the piece itself runs: nothing here may end a start
             self._refuse(error)
             made = capture.compiled
             return Captured(

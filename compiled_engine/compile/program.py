@@ -19,13 +19,18 @@ import torch
 from torch import Tensor
 
 from compiled_engine.compile.program_kernels import CpuKernel, GpuKernel, load_cpu, load_gpu
+from compiled_engine.custom_ops.cuda_build import CudaBuildError
 
 # Classes of results come from here and from nowhere else.
 _PACKAGE = "compiled_engine"
 
 
 class ProgramError(RuntimeError):
-    """Bytes that are no program, or one that cannot run here."""
+    """Bytes that are no program, or one that can never run here."""
+
+
+class ProgramLoadError(ProgramError):
+    """A program that cannot be loaded now: something that it needs is short."""
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -121,7 +126,8 @@ class LoadedProgram:
         parameters: names of the function's parameters, in order.
 
     Raises:
-        ProgramError: its kernels cannot be loaded here, or its expressions name other parameters.
+        ProgramError: it cannot run here, or its expressions name other parameters.
+        ProgramLoadError: memory or files do not suffice now.
 
     Attributes:
         inputs, outputs: the program's.
@@ -141,6 +147,8 @@ class LoadedProgram:
         self.rebuild = rebuilder(parameters, program.outputs)
         try:
             self.call = _load_call(program)
+        except (OSError, MemoryError, torch.OutOfMemoryError, CudaBuildError) as error:
+            raise ProgramLoadError(f"{program.name} cannot be loaded: {error}") from error
         except Exception as error:  # whatever a foreign machine or version may do
             raise ProgramError(f"{program.name} cannot run here: {error}") from error
 
@@ -232,5 +240,8 @@ def wrapper_names() -> dict[str, Any]:
         "empty_strided_cuda": guards._empty_strided_cuda,
         "reinterpret_tensor": guards._reinterpret_tensor,
     }
+    for name in ("copy_if_misaligned",):  # from torch 2.13 on
+        if hasattr(guards, name):
+            names[name] = getattr(guards, name)
     stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return names if stream is None else {**names, "get_raw_stream": stream}

@@ -73,6 +73,19 @@ def check_same(watched: Watched, arguments: list[Any], results: list[Any]) -> No
         raise NotRecordable("its results are not the graph's")
 
 
+def check_bound(bound: list[Any], arguments: list[Any]) -> None:
+    """That the expressions for the inputs give what the graph was called with.
+
+    Raises:
+        NotRecordable: they do not.
+    """
+    if len(bound) != len(arguments) or any(
+        value is not given and not _are_equal_numbers(value, given)
+        for value, given in zip(bound, arguments, strict=True)
+    ):
+        raise NotRecordable("its inputs cannot be found again")
+
+
 def _are_equal_numbers(seen: Any, given: Any) -> bool:
     return isinstance(seen, int) and isinstance(given, int) and seen == given
 

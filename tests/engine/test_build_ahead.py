@@ -42,7 +42,7 @@ def config(folder: Path, cache: Path, **options: Any) -> EngineConfig:
 def test_every_version_and_variant_is_in_a_part():
     for is_gpu in (False, True):
         versions = layer_versions(8192, 256, is_gpu=is_gpu, has_last=is_gpu)
-        parts = list_parts(versions, is_gpu=is_gpu)
+        parts = list_parts(versions, is_gpu=is_gpu, scheduler="cuda" if is_gpu else "torch")
         assert {p.version for p in parts if p.piece == "layer"} == set(versions)
         assert {p.variant for p in parts if p.piece == "sampler"} == set(Variant)
         for version in versions:
@@ -84,7 +84,7 @@ def test_a_process_that_fails_costs_a_warning(
         )
 
     monkeypatch.setattr(build_ahead, "_launch", launch)
-    monkeypatch.setattr(build_ahead, "_is_missing", lambda _: True)
+    monkeypatch.setattr(build_ahead, "is_missing", lambda _: True)
     monkeypatch.setattr(build_ahead, "_num_parts", lambda *_: 5)
     seen = []
     wanted = config(tmp_path, tmp_path, compile_jobs=2)
@@ -107,7 +107,7 @@ def test_processes_end_with_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
         return worker
 
     monkeypatch.setattr(build_ahead, "_launch", launch)
-    monkeypatch.setattr(build_ahead, "_is_missing", lambda _: True)
+    monkeypatch.setattr(build_ahead, "is_missing", lambda _: True)
     monkeypatch.setattr(build_ahead, "_num_parts", lambda *_: 5)
     wanted = config(tmp_path, tmp_path, compile_jobs=2)
     with (

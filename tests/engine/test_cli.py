@@ -66,6 +66,7 @@ ENGINE_VALUES = {
     "cache_dir": ("/somewhere", Path("/somewhere")),
     "num_threads": ("2", 2),
     "compile_jobs": ("3", 3),
+    "compile_mode": ("eager-first", "eager-first"),
 }
 SERVER_VALUES = {
     "host": ("0.0.0.0", "0.0.0.0"),

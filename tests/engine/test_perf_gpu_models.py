@@ -175,10 +175,10 @@ def test_distinct_experts_are_those_of_the_engines_own_step(
 def test_rows_of_several_models_have_keys_of_their_own():
     origin = {"run_id": "r", "commit": "c", "command": "x", "environment": {}}
     entry = Measured(metric="m", unit="s", values=[1.0], model="a", dtype="bf16", batch=8)
-    row: Row = entry.row(scenario=MANY_MODELS, **origin)
+    row: Row = entry.row(scenario=gpu_models.NAME, **origin)
     assert row.key == "m[a,bf16,batch=8]"
     assert entry.row(scenario="gpu_step", **origin).key == "m[batch=8]"
-    assert gpu_models.NAME == MANY_MODELS
+    assert gpu_models.NAME in MANY_MODELS
 
 
 def test_names_are_checked_before_anything_is_measured():

@@ -64,6 +64,7 @@ IRRELEVANT_VALUES = {
     "trust_remote_code": True,
     "allow_pickle": True,
     "compile_jobs": 3,
+    "compile_mode": "eager-first",
 }
 # Fields that other tests here change, or that a CPU refuses.
 ELSEWHERE = {
