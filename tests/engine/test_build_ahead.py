@@ -17,7 +17,10 @@ from compiled_engine.build_ahead import building_ahead, num_jobs
 from compiled_engine.build_parts import list_parts
 from compiled_engine.build_worker import shortened
 from compiled_engine.config import EngineConfig
+from compiled_engine.layer_kinds import layer_kinds
+from compiled_engine.models import ARCHITECTURES, ModelConfig
 from compiled_engine.models.config import load_model_config
+from compiled_engine.models.weights import outline_model
 from compiled_engine.pieces import layer_versions
 from compiled_engine.sampler import Variant
 from tests.helpers.engines import run_requests, tiny_engine
@@ -69,8 +72,16 @@ def test_a_shortened_model_has_each_kind_of_layer(tmp_path: Path, architecture: 
     folder = write_tiny_model(tmp_path / "model", family=architecture)
     whole = load_model_config(folder, "auto")
     short = shortened(whole, torch.float32)
-    assert short.num_layers == {"llama": 1, "qwen3_moe": 2, "gpt_oss": 2}[architecture]
     assert replace(short, num_layers=whole.num_layers, windows=whole.windows) == whole
+
+    def kinds(config: ModelConfig) -> tuple[int, ...]:
+        model = ARCHITECTURES[config.architecture]
+        return layer_kinds(outline_model(model, config, dtype=torch.float32).layers)
+
+    assert set(kinds(short)) == set(kinds(whole))
+    assert kinds(short)[-1] == kinds(whole)[-1], "what stands last may be compiled as the last"
+    assert kinds(short) == kinds(whole)[: short.num_layers]
+    assert (architecture != "llama") or short.num_layers == 1
 
 
 def test_a_process_that_fails_costs_a_warning(
@@ -85,6 +96,7 @@ def test_a_process_that_fails_costs_a_warning(
 
     monkeypatch.setattr(build_ahead, "_launch", launch)
     monkeypatch.setattr(build_ahead, "is_missing", lambda _: True)
+    monkeypatch.setattr(build_ahead, "_is_foreign", lambda _: False)
     monkeypatch.setattr(build_ahead, "_num_parts", lambda *_: 5)
     seen = []
     wanted = config(tmp_path, tmp_path, compile_jobs=2)
@@ -108,6 +120,7 @@ def test_processes_end_with_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     monkeypatch.setattr(build_ahead, "_launch", launch)
     monkeypatch.setattr(build_ahead, "is_missing", lambda _: True)
+    monkeypatch.setattr(build_ahead, "_is_foreign", lambda _: False)
     monkeypatch.setattr(build_ahead, "_num_parts", lambda *_: 5)
     wanted = config(tmp_path, tmp_path, compile_jobs=2)
     with (
