@@ -19,7 +19,6 @@ from compiled_engine.pieces import LayerVersion, StepPieces
 from compiled_engine.sampler import Variant, build_param_inbox
 from compiled_engine.scheduler.inbox import InboxBuilder
 from compiled_engine.step import StepExecutor
-from compiled_engine.upload import DeviceInbox
 
 # Layers of few tokens take another kernel at nearly every size.
 SLICES = {"layer_few": 4}
@@ -83,8 +82,8 @@ class PartMaker(StepExecutor):
         inbox, _ = InboxBuilder(self.shape).take()
         params = build_param_inbox(self.shape, [])
         if not self.reads_plans:
-            self._upload = DeviceInbox(inbox, params, self.device)
-            inbox, params = self._upload.inbox, self._upload.param_inbox
+            upload = self.prepare(inbox, params)
+            inbox, params = upload.inbox, upload.param_inbox
         self._empty = inbox, params
         self._plan = plain.begin(self.state, self.params, inbox, params, self._budget(1))
 

@@ -65,7 +65,9 @@ def open_maker(config: EngineConfig) -> tuple[PartMaker, list[Part]]:
 
 def _end_with_parent() -> None:
     """Ends this process when the one that started it is gone: its end of standard input closes."""
-    sys.stdin.buffer.read()
+    # Not by `sys.stdin`, whose lock Python must have back when it ends.
+    while os.read(0, 4096):
+        pass
     os._exit(1)
 
 

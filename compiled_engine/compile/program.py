@@ -240,8 +240,7 @@ def wrapper_names() -> dict[str, Any]:
         "empty_strided_cuda": guards._empty_strided_cuda,
         "reinterpret_tensor": guards._reinterpret_tensor,
     }
-    for name in ("copy_if_misaligned",):  # from torch 2.13 on
-        if hasattr(guards, name):
-            names[name] = getattr(guards, name)
+    if hasattr(guards, "copy_if_misaligned"):  # from torch 2.13 on
+        names["copy_if_misaligned"] = guards.copy_if_misaligned
     stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return names if stream is None else {**names, "get_raw_stream": stream}
