@@ -131,6 +131,24 @@ def test_processes_end_with_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [worker.poll() for worker in launched] == [-9, -9]
 
 
+WORKER = """
+import sys, threading, time
+from compiled_engine.build_worker import _end_with_parent
+threading.Thread(target=_end_with_parent, daemon=True).start()
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("seconds", "is_left", "code"), [("0.3", False, 0), ("60", True, 1)])
+def test_a_process_ends_by_itself_or_with_its_parent(seconds: str, is_left: bool, code: int):
+    command = [sys.executable, "-c", WORKER, seconds]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        if is_left:
+            worker.stdin.close()
+        assert worker.wait(timeout=30) == code
+
+
 @pytest.mark.slow
 def test_what_processes_made_is_all_a_start_needs(tmp_path: Path):
     folder = write_tiny_model(tmp_path / "model")
