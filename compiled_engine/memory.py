@@ -25,19 +25,22 @@ class MemoryNeeds:
 
     Attributes:
         activations: most that the largest step holds at once.
+        pool: most that captured steps hold at once, in memory of their own. What steps launched
+            kernel by kernel gave back is kept for them: a capture can not take from it.
         graphs: all captured graphs together.
         kept: what the probe left behind: workspaces and loaded code. A start that probes has it
             taken when the KV pool is sized; one that does not must leave it free, too.
     """
 
     activations: int
+    pool: int
     graphs: int
     kept: int = 0
 
     @property
     def reserved(self) -> int:
         """What the KV pool must leave free."""
-        return int((self.activations + self.graphs) * (1 + MARGIN))
+        return int((self.activations + self.pool + self.graphs) * (1 + MARGIN))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,11 @@ def measure_needs(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     per_graph = max(0, free - torch.cuda.mem_get_info(device)[0])
-    return MemoryNeeds(activations=activations, graphs=per_graph * num_graphs)
+    return MemoryNeeds(
+        activations=activations,
+        pool=activations if num_graphs else 0,
+        graphs=per_graph * num_graphs,
+    )
 
 
 def memory_table(
@@ -126,7 +133,7 @@ def memory_table(
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     # Memory the graphs share is the allocator's and holds their activations.
-    activations = max(needs.activations, reserved - weights - kv)
+    activations = max(needs.activations + needs.pool, reserved - weights - kv)
     other = max(0, total - free - reserved)
     graphs = min(needs.graphs, other)
     return MemoryTable(

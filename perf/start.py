@@ -1,4 +1,4 @@
-"""`compiled-engine serve` from nothing to its first token, over an empty cache and a full one.
+"""`compiled-engine serve` from nothing to its first token: an empty cache, a full one, a moved one.
 
 Every start is a process of its own with an aiohttp client before it. The cache folder is fresh, the
 model's own files are converted before, as they would have been downloaded. Phases are those that
@@ -64,20 +64,27 @@ def run(options: Options, note: Note) -> Outcome:
     """Measures; raises SystemExit if a server does not start."""
     with tempfile.TemporaryDirectory(prefix="compiled-engine-perf-") as place:
         model, flags = prepared(options.model, Path(place))
-        cache = Path(place) / "cache"
-        flags = [*flags, "--cache-dir", str(cache)]
-        starts: dict[str, list[Start]] = {"cold": [], "warm": []}
-        for number in range(NUM_COLD + options.num_repeats):
-            case = "cold" if number < NUM_COLD else "warm"
-            start = start_once([*CLI, "serve", model, "--port", "{port}", *flags])
-            starts[case].append(start)
+        cache, moved = Path(place) / "cache", Path(place) / "elsewhere" / "cache"
+        starts: dict[str, list[Start]] = {}
+        compiles: dict[str, int] = {}  # "" is the folder they were compiled into
+        for case in ["cold"] * NUM_COLD + ["warm"] * options.num_repeats + ["moved"]:
+            if case == "moved":
+                compiles[""] = compiles_when_warm([model, *flags, "--cache-dir", str(cache)])
+                moved.parent.mkdir()
+                cache = cache.rename(moved)
+            command = [*CLI, "serve", model, "--port", "{port}", *flags]
+            start = start_once([*command, "--cache-dir", str(cache)])
+            starts.setdefault(case, []).append(start)
             note(f"{case}: ready {start.ready_s:.1f} s, first token {start.output_s:.1f} s")
-        compiles = compiles_when_warm([model, *flags])
+        compiles["moved"] = compiles_when_warm([model, *flags, "--cache-dir", str(cache)])
     rows = [entry for case, found in starts.items() for entry in _rows(case, found)]
     cold_s = starts["cold"][0].output_s
     ratios = [start.output_s / cold_s for start in starts["warm"]]
     rows.append(Measured(metric="warm_over_cold_start", unit="ratio", values=ratios))
-    rows.append(Measured(metric="compiles_on_warm_start", unit="count", values=[compiles]))
+    rows += [
+        Measured(metric="compiles_on_warm_start", unit="count", case=case, values=[count])
+        for case, count in compiles.items()
+    ]
     return Outcome(measured=[replace(row, model=options.model) for row in rows], seed=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from compiled_engine import engine as build
 from compiled_engine.engine import Engine
 from compiled_engine.faults import Fault
 from compiled_engine.ipc import ClientFrame
+from compiled_engine.memory import MemoryNeeds
 from compiled_engine.request import Request, SamplingParams, ThinkingBudget
 from compiled_engine.tokenizer import Tokenizer
 from tests.helpers.engines import assert_idle, run_requests, tiny_engine
@@ -240,6 +243,30 @@ def test_gpu_memory_stays_below_the_ceiling(compiled, folder):
     assert made.memory.used <= made.memory.allowed
     run_requests(made, prompts_of(42, *LENGTHS), GREEDY)
     assert torch.cuda.max_memory_reserved() <= total * ceiling
+
+
+@pytest.mark.parametrize("mode", ["full", "piecewise", "none"])
+def test_gpu_a_start_takes_no_more_memory_than_was_left_for_it(mode, tmp_path, monkeypatch):
+    wide = {"intermediate_size": 16384, "num_hidden_layers": 1}
+    folder = write_tiny_model(tmp_path / "wide", family="qwen3", **{**SHAPE, **wide})
+    probes, probe = [], build._probe_memory
+
+    def noted(*given: Any) -> MemoryNeeds:
+        probes.append(probe(*given))
+        return probes[-1]
+
+    monkeypatch.setattr(build, "_probe_memory", noted)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    options = {"cudagraph_mode": mode, "chunked_prefill_size": 4096, "enforce_eager": True}
+    made = tiny_engine(folder, **{**OPTIONS, **options})
+    run_requests(made, prompts_of(43, *LENGTHS), GREEDY)
+    (needs,) = probes
+    assert needs.activations > 256 * 2**20  # more than allocators round to
+    assert made.memory is not None
+    grown = torch.cuda.memory_reserved() - before
+    assert grown <= made.memory.weights + made.memory.kv + needs.reserved
 
 
 @pytest.mark.parametrize(

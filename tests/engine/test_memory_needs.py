@@ -22,7 +22,7 @@ from tests.helpers.tiny_model import write_tiny_model
 
 NAME = "memory_full"
 MIB = 1024**2
-NEEDS = MemoryNeeds(activations=300 * MIB, graphs=100 * MIB, kept=50 * MIB)
+NEEDS = MemoryNeeds(activations=300 * MIB, pool=200 * MIB, graphs=100 * MIB, kept=50 * MIB)
 ENOUGH = NEEDS.reserved + NEEDS.kept
 
 
@@ -63,9 +63,9 @@ def test_a_start_without_a_store_has_no_needs():
         b"[1, 2]",
         b"no json",
         b'{"activations": 1}',
-        b'{"activations": "many", "graphs": 1}',
-        b'{"activations": null, "graphs": 1}',
-        b'{"activations": 1, "graphs": 1, "weights": 1}',
+        b'{"activations": "many", "pool": 1, "graphs": 1}',
+        b'{"activations": null, "pool": 1, "graphs": 1}',
+        b'{"activations": 1, "pool": 1, "graphs": 1, "weights": 1}',
         b"\xff\xfe",
     ],
 )
@@ -79,7 +79,7 @@ def test_an_entry_that_holds_no_needs_is_dropped(data, tmp_path):
 
 @pytest.mark.parametrize("activations", [0, -5 * MIB])
 def test_needs_that_cannot_be_are_measured_again(activations, tmp_path):
-    keep_needs(new_store(tmp_path), NAME, MemoryNeeds(activations=activations, graphs=0))
+    keep_needs(new_store(tmp_path), NAME, MemoryNeeds(activations=activations, pool=0, graphs=0))
     assert load_needs(new_store(tmp_path), NAME, ENOUGH) is None
 
 
