@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -171,6 +171,7 @@ class StepExecutor:
 
     def _capture_late(self, key: StepKey, graphs: StepGraphs) -> None:
         """Captures a step that nobody asked for before; its kernels have just run."""
+        torch.cuda.empty_cache()
         try:
             graphs.capture(key, lambda: self._enqueue(key))
         except torch.OutOfMemoryError:
@@ -453,10 +454,15 @@ class StepExecutor:
         self.pieces.end(self.state, step_plan, sampled, self.outbox)
         self.driver.finish_warm_up()
         self._graphs = graphs
-        for count, key in enumerate(keys, start=done + 1):
-            on_piece(f"graph of {key.num_tokens} tokens", count, total)
+        if graphs is not None:
             with self.driver.times.measure("capture"):
-                self._capture(key)
+                # Every kernel once without capturing: it is loaded, nothing is left to set up.
+                for key in keys:
+                    self._enqueue(key, layers=self.pieces.sample_layers)
+                torch.cuda.empty_cache()
+                for count, key in enumerate(keys, start=done + 1):
+                    on_piece(f"graph of {key.num_tokens} tokens", count, total)
+                    graphs.capture(key, partial(self._enqueue, key))
         self.outbox.discard()
         on_piece("done", total, total)
 
@@ -479,12 +485,6 @@ class StepExecutor:
             for size, is_mixed in wanted
             for variant in (Variant.GREEDY, Variant.SAMPLED)
         ]
-
-    def _capture(self, key: StepKey) -> None:
-        assert self._graphs is not None
-        # Every kernel once without capturing: it is loaded, and nothing is left to set up.
-        self._enqueue(key, layers=self.pieces.sample_layers)
-        self._graphs.capture(key, lambda: self._enqueue(key))
 
     def _warm_sampler(self, variant: Variant, logits: Tensor, seq_rows: Tensor) -> Sampled:
         logits, seq_rows = self._any_size(logits), self._any_size(seq_rows)

@@ -58,6 +58,9 @@ class StepGraphs:
     def capture(self, key: Hashable, function: Callable[[], None]) -> None:
         """Records what `function` launches under `key`. It has run at least once before.
 
+        A capture cannot free what the allocator keeps for later: `torch.cuda.empty_cache` before
+        the first of several gives that to it.
+
         Raises:
             torch.OutOfMemoryError: the graph does not fit; nothing is recorded under `key`.
         """
@@ -173,11 +176,15 @@ class _Segments(TorchDispatchMode):
         return out
 
     def _buffer(self, name: str, made: Tensor) -> Tensor:
-        """Where a split op's result stands: one buffer for all layers, read before it is reused."""
-        key = (name, made.shape, made.dtype)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(made.shape, dtype=made.dtype, device=made.device)
-        return self._buffers[key]
+        """Where a split op's result stands: one buffer for all layers and all steps.
+
+        It is read before it is reused. Largest steps are captured first, so hardly one is outgrown.
+        """
+        buffer = self._buffers.get((name, made.dtype))
+        if buffer is None or buffer.numel() < made.numel():
+            buffer = torch.empty(made.numel(), dtype=made.dtype, device=made.device)
+            self._buffers[name, made.dtype] = buffer
+        return buffer[: made.numel()].view(made.shape)
 
 
 def check_call(result: tuple[Any, ...]) -> Any:
