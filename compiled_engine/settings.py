@@ -31,8 +31,9 @@ from compiled_engine.sampler import MAX_EOS_TOKEN_IDS
 from compiled_engine.scheduler.state import SchedulerShape
 from compiled_engine.tokenizer import Tokenizer, has_tokenizer
 
-# A pool's pages where code is made that does not depend on them.
-ANY_PAGES = 256
+# A pool's pages where code is made that does not depend on them: equal to no other size by chance,
+# since a compiler that compares two equal sizes takes them for one.
+ANY_PAGES = 251
 # (phase, label, done, total); phase is "loading" or "compiling"
 BuildProgress = Callable[[str, str, int, int], None]
 

@@ -178,6 +178,7 @@ class Piece:
             self._refuse(error)
             return None
         try:
+            recording.check_marks(inputs, capture.arguments)
             recording.check_same(capture.watched, capture.arguments, capture.results)
             program = recording.record(
                 capture.watched,

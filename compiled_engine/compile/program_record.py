@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compiled_engine.compile.program import Kind, Program, ProgramInput, wrapper_names
 from compiled_engine.compile.program_kernels import CpuKernel, GpuKernel
+from compiled_engine.compile.torch_compat import size_marks
 
 # Statements around the kernels' sources that a program does without.
 _KERNEL_MAKERS = ("triton", "cpp_pybinding")
@@ -158,11 +159,29 @@ def graph_inputs(graph: torch.fx.GraphModule, sources: list[str]) -> tuple[Progr
 def kind_of(example: Tensor) -> Kind:
     """What a graph was specialised on, from the fake tensor that Dynamo had."""
     return Kind(
-        tuple(size if isinstance(size, int) else None for size in example.shape),
-        tuple(step if isinstance(step, int) else None for step in example.stride()),
+        tuple(map(_fixed, example.shape)),
+        tuple(map(_fixed, example.stride())),
         str(example.dtype),
         example.device.type,
     )
+
+
+def _fixed(size: int | torch.SymInt) -> int | None:
+    """The only value a size may have; None if it may vary. Guards may have fixed a symbol, too."""
+    return size if isinstance(size, int) else size.node.maybe_as_int()
+
+
+def check_marks(inputs: tuple[ProgramInput, ...], arguments: list[Any]) -> None:
+    """Raises NotRecordable if a size was fixed that was said to vary.
+
+    Code made for an example's size would be used for every other one.
+    """
+    for item, value in zip(inputs, arguments, strict=True):
+        if item.kind is None or not isinstance(value, Tensor):
+            continue
+        for dim in size_marks(value):
+            if (size := item.kind.shape[dim]) is not None:
+                raise NotRecordable(f"it is made for {size} as dim {dim} of {item.source} alone")
 
 
 def record(

@@ -169,6 +169,11 @@ def mark_any_size(tensor: torch.Tensor, dim: int) -> None:
     _marks(tensor)[dim] = None
 
 
+def size_marks(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dims that were said to vary."""
+    return tuple(_marks(tensor)) if hasattr(tensor, "_size_marks") else ()
+
+
 def has_any_size(tensor: torch.Tensor, dim: int) -> bool:
     """Whether `mark_any_size` was called on it."""
     return dim in _marks(tensor) and _marks(tensor)[dim] is None

@@ -17,7 +17,7 @@ from compiled_engine.compile import piece as piece_module
 from compiled_engine.compile.direct import DirectPiece
 from compiled_engine.compile.piece import Captured, Piece
 from compiled_engine.compile.program import Kind, LoadedProgram, Program, ProgramError
-from compiled_engine.compile.torch_compat import Compiled, mark_any_size
+from compiled_engine.compile.torch_compat import Compiled, mark_any_size, mark_dynamic
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops import LayerCache
 
@@ -98,6 +98,23 @@ def test_what_cannot_be_recorded_runs_and_is_counted(
     assert piece._counters.num_unrecorded == 1
     assert not store.entries
     assert "compiled again at every start" in caplog.text
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_code_for_one_size_of_a_dim_that_varies_is_not_kept(size: int | None):
+    from compiled_engine.compile.program import ProgramInput
+    from compiled_engine.compile.program_record import NotRecordable, check_marks
+
+    kind = Kind((size, 4), (4, 1), "torch.float32", "cpu")
+    inputs = (ProgramInput("L['n']", "n", None), ProgramInput("L['cache'][0]", "cache", kind))
+    cache = torch.zeros(3, 4)
+    check_marks(inputs, [3, cache])
+    mark_dynamic(cache, 0, low=2, high=9)
+    if size is None:
+        check_marks(inputs, [3, cache])
+    else:
+        with pytest.raises(NotRecordable, match=r"3 as dim 0 of L\['cache'\]\[0\]"):
+            check_marks(inputs, [3, cache])
 
 
 SOURCE = """
