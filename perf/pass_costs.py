@@ -3,7 +3,7 @@
 One engine with all passes and one without each of them, all of a few rows and short prompts, so
 that a build takes little: a step's time, its kernels, and the seconds that the build took. Every
 build compiles into a cache of its own: code from a cache tells neither its passes nor its price.
-Engines are built in processes beside one another, and measured in turn.
+Engines are built in processes beside one another, and measured in turn when all are there.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from threading import Barrier
 from typing import Any
 
 from perf.decode import Driver, measure_steady
@@ -32,7 +33,8 @@ ENGINE = {
     "chunked_prefill_size": 64,
 }
 # Engines there are at once: their weights must fit the device together.
-NUM_PROCESSES = 4
+NUM_PROCESSES = 7
+BUILD_TIMEOUT_S = 400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class Job:
         vocab_size: of the model.
         num_repeats: of the steps.
         turn: held while an engine is measured.
+        built: where engines that are built wait for the others.
     """
 
     folder: str
@@ -65,9 +68,12 @@ class Job:
     vocab_size: int
     num_repeats: int
     turn: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    built: Any = field(default_factory=lambda: Barrier(1))
 
 
-def measure_passes(run: Callable[[Sequence[tuple[str, ...]]], list[Found]]) -> Iterator[Measured]:
+def measure_passes(
+    run: Callable[[Sequence[tuple[str, ...]]], Iterable[Found]],
+) -> Iterator[Measured]:
     """Rows of every pass that matches anything: case "NAME on" is the engine with all passes.
 
     `run` measures an engine for each tuple of passes to leave out.
@@ -88,16 +94,17 @@ def measure_passes(run: Callable[[Sequence[tuple[str, ...]]], list[Found]]) -> I
                 )
 
 
-def run_in_processes(job: Job, left_out: Sequence[tuple[str, ...]]) -> list[Found]:
-    """`run_job` for each, a few at a time."""
+def run_in_processes(job: Job, left_out: Sequence[tuple[str, ...]]) -> Iterator[Found]:
+    """`run_job` for each, some at a time."""
     context = multiprocessing.get_context("spawn")
-    with (
-        context.Manager() as manager,
-        ProcessPoolExecutor(NUM_PROCESSES, context, max_tasks_per_child=1) as pool,
-    ):
-        turn = manager.Lock()
-        shared = Job(**{**vars(job), "turn": turn})
-        return list(pool.map(run_job, [shared] * len(left_out), left_out))
+    for start in range(0, len(left_out), NUM_PROCESSES):
+        group = left_out[start : start + NUM_PROCESSES]
+        with (
+            context.Manager() as manager,
+            ProcessPoolExecutor(len(group), context, max_tasks_per_child=1) as pool,
+        ):
+            shared = replace(job, turn=manager.Lock(), built=manager.Barrier(len(group)))
+            yield from pool.map(run_job, [shared] * len(group), group)
 
 
 def run_job(job: Job, disabled: tuple[str, ...]) -> Found:
@@ -107,8 +114,14 @@ def run_job(job: Job, disabled: tuple[str, ...]) -> Found:
 
     start = time.perf_counter()
     options = {**ENGINE, **job.options, "disable_passes": disabled}
-    with tempfile.TemporaryDirectory() as cache, LLM(job.folder, cache_dir=cache, **options) as llm:
+    with tempfile.TemporaryDirectory() as cache, ExitStack() as opened:
+        try:
+            llm = opened.enter_context(LLM(job.folder, cache_dir=cache, **options))
+        except BaseException:
+            job.built.abort()  # nobody waits for this one
+            raise
         built_s = time.perf_counter() - start
+        job.built.wait(BUILD_TIMEOUT_S)
         driver = Driver(llm.engine, Prompts(vocab_size=job.vocab_size))
         with job.turn:
             measure_steady(driver, BATCH_SIZE)
