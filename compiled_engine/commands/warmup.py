@@ -201,9 +201,6 @@ def _print_outcome(
     console = Console(highlight=False, soft_wrap=True)
     _print_table(console, pieces)
     print_start(console, phases)
-    for piece in pieces:
-        if piece.reason:
-            console.print(f"{piece.name} was compiled: {piece.reason}")
     if config.enforce_eager:
         console.print("--enforce-eager: nothing is compiled")
     console.print(
