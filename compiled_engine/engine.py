@@ -121,9 +121,8 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
     check_options(config, device)
-    meter = StartMeter()
     driver = CompileDriver(config, kept_ops=kept_ops(device), device_type=device.type)
-    meter.follow(driver.times)
+    meter = StartMeter(driver.times)
     with driver.times.measure("load"):
         folder = find_model(config, progress)
     here, report = replace(config, model=str(folder)), partial(progress, "compiling")

@@ -41,15 +41,16 @@ PHASES = (
 
 
 class StartMeter:
-    """Made when a start begins: what was built before is not the start's."""
+    """Made when a start begins: what was built before is not the start's.
 
-    def __init__(self) -> None:
+    Args:
+        times: of the start; what is built is taken out of the phase in which it happens.
+    """
+
+    def __init__(self, times: StartTimes) -> None:
         self._totals = {"triton": triton_totals(), "own sources": build_totals()}
         self._before = {name: replace(totals) for name, totals in self._totals.items()}
         self._ahead: tuple[str, ...] = ()
-
-    def follow(self, times: StartTimes) -> None:
-        """What is built from now on is taken out of the phase in which it happens."""
         for name, totals in self._totals.items():
             totals.on_built = partial(times.carve, name)
 

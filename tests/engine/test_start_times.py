@@ -142,10 +142,10 @@ def test_reasons_arrive_in_the_api_process_which_prints_them(capsys):
 
 
 def test_what_is_built_is_taken_out_of_the_phase_in_which_it_is_built(tmp_path):
-    clock, meter = Clock(), StartMeter()
+    clock = Clock()
     driver = CompileDriver(EngineConfig(model="m", enforce_eager=True, cache_dir=tmp_path))
     driver.times = StartTimes(clock)
-    meter.follow(driver.times)
+    meter = StartMeter(driver.times)
     with driver.times.measure("memory probe"):
         clock.now += 5
         triton_totals().note_built(tmp_path / "a", 10, 2.0)
@@ -168,8 +168,8 @@ def test_what_is_built_is_taken_out_of_the_phase_in_which_it_is_built(tmp_path):
 
 
 def test_what_processes_make_ahead_has_its_reason_too(tmp_path):
-    meter = StartMeter()
     driver = CompileDriver(EngineConfig(model="m", enforce_eager=True, cache_dir=tmp_path))
+    meter = StartMeter(driver.times)
     meter.note_missing([("every piece", "the cache is empty")])
     with driver.times.measure(AHEAD):
         pass
