@@ -173,19 +173,20 @@ def test_tensors_say_that_they_are_on_the_gpu():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("arch", "family", "flags"),
     [
-        ("sm_80", "qwen3", ("--max-num-seqs", "4")),
-        ("sm_90a", "qwen3_moe", ("--max-num-seqs", "40")),
-        ("sm_100a", "gpt_oss", ("--kv-cache-dtype", "auto")),
+        ("sm_80", "qwen3", ()),
+        ("sm_90a", "qwen3_moe", ()),
+        ("sm_100a", "gpt_oss", ()),
         ("sm_89", "llama", ("--quantization", "fp8")),
         ("sm_120a", "mixtral", ("--device-loop",)),
     ],
 )
 def test_other_models_and_architectures(tmp_path, arch, family, flags):
-    sizes = () if "--max-num-seqs" in flags else ("--max-num-seqs", "4")
-    found = cross(tmp_path, arch, *sizes, "--chunked-prefill-size", "48", *flags, family=family)
+    sizes = ("--max-num-seqs", "2", "--chunked-prefill-size", "10")
+    found = cross(tmp_path, arch, *sizes, *flags, family=family)
     errors = [row for row in found.document["not_compiled"] if row["is_error"]]
     assert not errors
     unknown = [row for row in found.document["not_compiled"] if row["kind"] == "op"]
