@@ -27,7 +27,7 @@ from compiled_engine.compile.driver import PLAIN, CompileDriver
 from compiled_engine.compile.inductor_view import view_function
 from compiled_engine.config import EngineConfig
 from compiled_engine.cross_builds import BuildRow, CrossBuilds
-from compiled_engine.custom_ops import cuda_build
+from compiled_engine.custom_ops import cuda_build, gemm
 from compiled_engine.custom_ops.library import LIBRARY
 from compiled_engine.custom_ops.registry import Target
 from compiled_engine.described_gpu import (
@@ -151,6 +151,8 @@ def cross_compile(config: EngineConfig, chip: Chip, report: Report) -> CrossRepo
             builds.running(),
             triton_for(chip, builds.note_launch),
             mock.patch.object(cuda_build, "cached_cubin", builds.cubin),
+            mock.patch.object(gemm, "has_cublaslt", return_value=True),
+            mock.patch.object(gemm, "library_product", builds.library_product),
             tensors_on_gpu(LIBRARY.gpu_kernels, builds.note_failed_launch),
         ):
             _run_steps(config, settings, model_config, driver, report)
@@ -219,6 +221,8 @@ class _Steps(StepExecutor):
             for version in self.pieces.versions
         ]
         keys += self.keys()
+        # Processes that compile ahead run this variant at each size, too.
+        keys += [key._replace(variant=Variant.FULL) for key in self.keys() if not key.variant]
         for done, key in enumerate(keys):
             report(f"step of {key.num_tokens} tokens", done, len(keys))
             self._enqueue(key, layers=self.pieces.sample_layers)
