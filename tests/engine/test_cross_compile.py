@@ -15,6 +15,9 @@ import pytest
 import torch
 
 from compiled_engine.cache_folders import CUBINS, TRITON
+from compiled_engine.cross_builds import CrossBuilds
+from compiled_engine.cross_compile import CrossReport
+from compiled_engine.custom_ops import cuda_build
 from compiled_engine.custom_ops.cuda_build import arch_of, supported_archs
 from compiled_engine.described_gpu import CHIPS, GPU, find_chip, tensors_here, tensors_on_gpu
 from compiled_engine.errors import ConfigError
@@ -141,6 +144,29 @@ def test_every_known_chip_is_one_that_nvrtc_compiles_for():
     assert find_chip("sm_80").capability == (8, 0)
     with pytest.raises(ConfigError, match="sm_9 is not known"):
         find_chip("sm_9")
+
+
+def test_what_a_compiler_refuses_is_named_and_the_rest_is_kept(tmp_path, monkeypatch):
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "good.cu").write_text('extern "C" __global__ void one(int* x) { *x = ONE; }')
+    monkeypatch.setattr(cuda_build, "CSRC", folder)
+    for expected in ((1, 0), (0, 1)):
+        builds = CrossBuilds(tmp_path, 2)
+        with builds.running():
+            for flags in (("-DONE=1",), ("-DONE=1",), ("-DONE=nonsense",)):
+                assert builds.cubin("good.cu", "sm_80", tmp_path / CUBINS, flags).code == b""
+        (row,) = builds.rows()
+        assert (row.name, row.num_compiled, row.num_found) == ("good.cu", *expected)
+        (failure,) = builds.failures()
+        assert failure.is_error
+        assert "good.cu for sm_80: NVRTC_ERROR_COMPILATION" in failure.reason
+        (name,) = builds.files()
+        assert row.num_bytes == (tmp_path / name).stat().st_size
+        report = CrossReport(
+            built=(row,), left=(failure,), files=(name,), versions={}
+        )  # fmt: skip
+        assert not report.is_complete
 
 
 def test_tensors_say_that_they_are_on_the_gpu():
