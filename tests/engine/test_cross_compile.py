@@ -163,9 +163,7 @@ def test_what_a_compiler_refuses_is_named_and_the_rest_is_kept(tmp_path, monkeyp
         assert "good.cu for sm_80: NVRTC_ERROR_COMPILATION" in failure.reason
         (name,) = builds.files()
         assert row.num_bytes == (tmp_path / name).stat().st_size
-        report = CrossReport(
-            built=(row,), left=(failure,), files=(name,), versions={}
-        )  # fmt: skip
+        report = CrossReport(built=(row,), left=(failure,), files=(name,), versions={})
         assert not report.is_complete
 
 
