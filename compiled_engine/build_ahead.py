@@ -121,23 +121,26 @@ def _close(
 
 @contextmanager
 def building_ahead(
-    config: EngineConfig, device: torch.device, report: Report
+    config: EngineConfig,
+    device: torch.device,
+    report: Report,
+    on_missing: Callable[[list[tuple[str, str]]], None] = lambda _: None,
 ) -> Iterator[Callable[[], None]]:
     """Processes that make what `config` needs, if it takes more than one and something is missing.
 
-    Yields a function that waits for them; `report` is called with (label, done, total) meanwhile.
-    They are ended with the block.
+    Yields a function that waits for them; `report` is called with (label, done, total) meanwhile,
+    and `on_missing` before with what they make and why. They are ended with the block.
 
     Raises:
         ConfigError: as `build_engine`.
     """
     jobs = num_jobs(config, device)
-    if config.compile_mode != "first" or jobs == 1 or not is_missing(config):
+    problems = [] if config.compile_mode != "first" or jobs == 1 else missing_parts(config)
+    # Layers of a foreign model are known once transformers has built it.
+    if not problems or _is_foreign(config):
         yield lambda: None
         return
-    if _is_foreign(config):  # its layers are known once transformers has built it
-        yield lambda: None
-        return
+    on_missing(problems)
     processes = BuildProcesses(config, device, report, jobs)
     try:
         yield processes.wait
@@ -147,11 +150,16 @@ def building_ahead(
 
 def is_missing(config: EngineConfig) -> bool:
     """Whether a start would compile something that can be kept."""
+    return bool(missing_parts(config))
+
+
+def missing_parts(config: EngineConfig) -> list[tuple[str, str]]:
+    """What a start would compile that can be kept, and why."""
     if not keeps_pieces(config):
-        return False
+        return []
     from compiled_engine.start_check import check_start
 
-    return bool(check_start(config).problems)
+    return list(check_start(config).problems)
 
 
 def _is_foreign(config: EngineConfig) -> bool:

@@ -40,6 +40,7 @@ class BuildTotals:
         num_bytes: of code, of both.
         seconds: spent on building.
         paths: of all.
+        on_built: called with the seconds of each build, when it has ended.
     """
 
     num_hits: int = 0
@@ -47,11 +48,33 @@ class BuildTotals:
     num_bytes: int = 0
     seconds: float = 0.0
     paths: set[Path] = field(default_factory=set)
+    on_built: Callable[[float], None] | None = None
+
+    def note_found(self, path: Path, num_bytes: int) -> None:
+        """Something was kept."""
+        self.num_hits += 1
+        self.num_bytes += num_bytes
+        self.paths.add(path)
+
+    def note_built(self, path: Path, num_bytes: int, seconds: float) -> None:
+        """Something had to be built."""
+        self.num_misses += 1
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+        self.paths.add(path)
+        if self.on_built is not None:
+            self.on_built(seconds)
 
 
 @functools.cache
 def build_totals() -> BuildTotals:
     """The one of this process: libraries are loaded once in it, whoever asks."""
+    return BuildTotals()
+
+
+@functools.cache
+def triton_totals() -> BuildTotals:
+    """The same of Triton kernels that are written here; Triton keeps them."""
     return BuildTotals()
 
 
@@ -62,13 +85,10 @@ def load_or_build(path: Path, build: Callable[[], bytes]) -> bytes:
     if code is None:
         start = time.perf_counter()
         code = build()
-        totals.seconds += time.perf_counter() - start
-        totals.num_misses += 1
+        totals.note_built(path, len(code), time.perf_counter() - start)
         _keep(path, code)
     else:
-        totals.num_hits += 1
-    totals.num_bytes += len(code)
-    totals.paths.add(path)
+        totals.note_found(path, len(code))
     return code
 
 

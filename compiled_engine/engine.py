@@ -59,7 +59,7 @@ from compiled_engine.settings import (
     scheduler_shape,
     weight_bytes,
 )
-from compiled_engine.start_table import StartMeter, kept_files, used_files
+from compiled_engine.start_table import AHEAD, MEMORY_PREFIX, StartMeter, kept_files, used_files
 from compiled_engine.start_times import StartPhase
 from compiled_engine.step import StepExecutor
 from compiled_engine.step_times import StepTimes
@@ -121,17 +121,17 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
         torch.set_num_threads(config.num_threads)
     device = pick_device(config.device)
     check_options(config, device)
-    meter = StartMeter()
     driver = CompileDriver(config, kept_ops=kept_ops(device), device_type=device.type)
+    meter = StartMeter(driver.times)
     with driver.times.measure("load"):
         folder = find_model(config, progress)
     here, report = replace(config, model=str(folder)), partial(progress, "compiling")
     is_later = config.compile_mode == "eager-first" and is_missing(here)
-    with building_ahead(here, device, report) as wait_for_build:
+    with building_ahead(here, device, report, meter.note_missing) as wait_for_build:
         with driver.times.measure("load"):
             model_config = model_config_of(config, folder, Target.of(device))
             model = _load_model(config, model_config, folder, device, progress)
-        with driver.times.measure("processes that compile"):
+        with driver.times.measure(AHEAD):
             wait_for_build()
     model_config = model.config
     needs, reserved = None, 0
@@ -345,7 +345,7 @@ def _memory_needs(
 
 def _needs_name(config: EngineConfig) -> str:
     """Of the entry with the needs of memory: a key leaves open how graphs are captured."""
-    return f"memory_{config.cudagraph_mode}"
+    return f"{MEMORY_PREFIX}{config.cudagraph_mode}"
 
 
 def _probe_memory(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from compiled_engine.build_cache import file_problem
-from compiled_engine.cache_folders import KERNELS, PROGRAMS
+from compiled_engine.cache_folders import KERNELS, PROGRAMS, TRITON
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.start_key import StartKey
 from compiled_engine.compile.store import (
@@ -63,9 +63,9 @@ def check_start(config: EngineConfig) -> StartCheck:
         reason = entry_problem(base, key.digest, name)
         problems += [(name, reason)] if reason else []
     for name in record.files:
-        # Measurements are plain text that is checked when it is read.
-        is_code = Path(name).parts[0] != KERNELS
-        reason = file_problem(base / name) if is_code else _absence(base / name)
+        # Measurements are plain text that is checked when it is read; Triton checks nothing.
+        is_sealed = Path(name).parts[0] not in (KERNELS, TRITON)
+        reason = file_problem(base / name) if is_sealed else _absence(base / name)
         problems += [(name, reason)] if reason else []
     asked = len(record.unkept) + len(record.entries) + len(record.files)
     return StartCheck(key.digest, asked - len(problems), tuple(problems))

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from compiled_engine.build_cache import build_totals
+from compiled_engine.build_cache import BuildTotals, build_totals, triton_totals
 from compiled_engine.cache_folders import CUBINS, KERNELS, LIBRARIES, PRODUCTS
 from compiled_engine.compile.driver import CompileDriver
+from compiled_engine.compile.store import Miss
 from compiled_engine.custom_ops.tuning import KernelTuner
-from compiled_engine.start_times import OTHER, StartPhase
+from compiled_engine.start_times import OTHER, StartPhase, StartTimes
 
+AHEAD = "processes that compile"
+# Of the entry with the needs of memory.
+MEMORY_PREFIX = "memory_"
 # In the order of the table; phases that others measure by another name come behind them.
 PHASES = (
     "imports",
@@ -26,6 +31,7 @@ PHASES = (
     "passes",
     "inductor",
     "compilers",
+    "triton",
     "own sources",
     "tune",
     "first steps",
@@ -35,21 +41,38 @@ PHASES = (
 
 
 class StartMeter:
-    """Made when a start begins: what was built before is not the start's."""
+    """Made when a start begins: what was built before is not the start's.
 
-    def __init__(self) -> None:
-        totals = build_totals()
-        self._builds = replace(totals, paths=set(totals.paths))
+    Args:
+        times: of the start; what is built is taken out of the phase in which it happens.
+    """
+
+    def __init__(self, times: StartTimes) -> None:
+        self._totals = {"triton": triton_totals(), "own sources": build_totals()}
+        self._before = {name: replace(totals) for name, totals in self._totals.items()}
+        self._ahead: tuple[str, ...] = ()
+        for name, totals in self._totals.items():
+            totals.on_built = partial(times.carve, name)
+
+    def note_missing(self, problems: Iterable[tuple[str, str]]) -> None:
+        """What processes compile ahead, and why it is not in the cache."""
+        self._ahead = tuple(f"{name} was compiled ahead: {why}" for name, why in problems)
 
     def phases(self, driver: CompileDriver) -> list[StartPhase]:
         """The rows, at the end of the start; phases of no time and no count are left out."""
+        for totals in self._totals.values():
+            totals.on_built = None
         self._split(driver)
         seconds = driver.times.finish()
         rows = {name: StartPhase(name=name, seconds=s) for name, s in seconds.items()}
         for row in self._counted(driver):
             rows[row.name] = replace(row, seconds=seconds.get(row.name, 0.0))
         order = {name: place for place, name in enumerate(PHASES)}
-        shown = (row for row in rows.values() if row.seconds >= 0.001 or row.cache != "-")
+        if AHEAD in rows:
+            rows[AHEAD] = replace(rows[AHEAD], reasons=self._ahead)
+        shown = (
+            row for row in rows.values() if row.seconds >= 0.001 or row.cache != "-" or row.reasons
+        )
         return sorted(shown, key=lambda row: order.get(row.name, len(order)))
 
     def _split(self, driver: CompileDriver) -> None:
@@ -61,11 +84,9 @@ class StartMeter:
             driver.times.split("first steps", compiled)
             driver.times.split("inductor", {"passes": passes})
             driver.times.split("passes", {"tune": tuning})
-        building = build_totals().seconds - self._builds.seconds
-        driver.times.split("first steps", {"own sources": building})
 
     def _counted(self, driver: CompileDriver) -> Iterable[StartPhase]:
-        counters, builds, tuner = driver.refresh(), build_totals(), driver.registry.tuner
+        counters, tuner = driver.refresh(), driver.registry.tuner
         if driver.store is not None:
             kept = driver.store.counters
             yield StartPhase(
@@ -74,6 +95,7 @@ class StartMeter:
                 num_hits=kept.num_hits,
                 num_misses=len(kept.misses),
                 num_bytes=kept.bytes_read + kept.bytes_written,
+                reasons=tuple(_reason(miss) for miss in kept.misses),
             )
         yield StartPhase(
             name="inductor",
@@ -81,13 +103,8 @@ class StartMeter:
             num_hits=counters.num_cache_hits,
             num_misses=counters.num_inductor_compiles,
         )
-        yield StartPhase(
-            name="own sources",
-            seconds=0.0,
-            num_hits=builds.num_hits - self._builds.num_hits,
-            num_misses=builds.num_misses - self._builds.num_misses,
-            num_bytes=builds.num_bytes - self._builds.num_bytes,
-        )
+        for name, totals in self._totals.items():
+            yield _since(name, totals, self._before[name])
         if isinstance(tuner, KernelTuner):
             yield StartPhase(
                 name="tune",
@@ -95,6 +112,21 @@ class StartMeter:
                 num_hits=tuner.num_known,
                 num_misses=tuner.num_measured,
             )
+
+
+def _reason(miss: Miss) -> str:
+    verb = "measured" if miss.name.startswith(MEMORY_PREFIX) else "compiled"
+    return f"{miss.name} was {verb}: {miss.reason}"
+
+
+def _since(name: str, totals: BuildTotals, before: BuildTotals) -> StartPhase:
+    return StartPhase(
+        name=name,
+        seconds=0.0,
+        num_hits=totals.num_hits - before.num_hits,
+        num_misses=totals.num_misses - before.num_misses,
+        num_bytes=totals.num_bytes - before.num_bytes,
+    )
 
 
 def kept_files(cache_dir: Path) -> list[str]:
@@ -108,9 +140,9 @@ def kept_files(cache_dir: Path) -> list[str]:
 def used_files(driver: CompileDriver, cache_dir: Path) -> list[str]:
     """Files of the cache folder, beside compiled pieces, that this process used; relative to it.
 
-    Triton's own are not among them: it does not say which it used.
+    Of each Triton kernel it is the note of its files.
     """
-    paths = set(build_totals().paths)
+    paths = build_totals().paths | triton_totals().paths
     tuner = driver.registry.tuner
     if isinstance(tuner, KernelTuner) and tuner.num_known + tuner.num_measured:
         paths.add(tuner.path)

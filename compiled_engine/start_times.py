@@ -24,6 +24,7 @@ class StartPhase:
         num_hits: things that were in a cache.
         num_misses: things that had to be made.
         num_bytes: read from caches and written into them; 0 where nobody knows.
+        reasons: of the misses, a line each.
     """
 
     name: str
@@ -31,6 +32,7 @@ class StartPhase:
     num_hits: int = 0
     num_misses: int = 0
     num_bytes: int = 0
+    reasons: tuple[str, ...] = ()
 
     @property
     def cache(self) -> str:
@@ -75,6 +77,11 @@ class StartTimes:
             if seconds > 0:
                 self.add(name, seconds)
                 self.add(phase, -seconds)
+
+    def carve(self, phase: str, seconds: float) -> None:
+        """Says that the last `seconds` of the phase that is running belong to `phase`."""
+        self._charge()
+        self.split(self._phases[-1], {phase: seconds})
 
     def finish(self) -> dict[str, float]:
         """Seconds by phase up to now."""

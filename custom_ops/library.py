@@ -20,7 +20,23 @@ from torch.library import Library
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "ce"
-LIBRARY = Library(NAMESPACE, "DEF")
+
+
+class _Library(Library):
+    """A library that knows its launchers on a GPU: torch has them, and does not say."""
+
+    def __init__(self) -> None:
+        super().__init__(NAMESPACE, "DEF")
+        self.gpu_kernels: dict[str, Callable[..., Any]] = {}  # by the op's qualified name
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        """As torch's own."""
+        super().impl(op_name, fn, dispatch_key, **options)
+        if dispatch_key == "CUDA":
+            self.gpu_kernels[f"{NAMESPACE}::{op_name}"] = fn
+
+
+LIBRARY = _Library()
 # dtype codes of the C++ kernels
 CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

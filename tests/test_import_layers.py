@@ -59,7 +59,7 @@ TEXT = ("ipc", "tokenizer", "detokenizer", "chat_template")
 # The first row that matches a module is its row.
 LAYERS: tuple[Layer, ...] = (
     Layer(0, BASE, own=True, no_packages=HEAVY),
-    Layer(0, OF_TRITON),
+    Layer(1, OF_TRITON),
     Layer(1, ("device", "compile.torch_compat"), no_packages=("transformers", "xgrammar")),
     # Modules of Triton kernels import it, and are imported by launchers when they first run.
     Layer(2, ("custom_ops", "custom_ops.*"), own=True, lazily=("triton",)),
@@ -123,6 +123,9 @@ LAYERS: tuple[Layer, ...] = (
             "key_parts",
             "build_ahead",
             "build_worker",
+            "cross_builds",
+            "cross_compile",
+            "described_gpu",
             "eager_first",
             "start_table",
             "start_check",

@@ -44,7 +44,8 @@ def print_memory(console: Console, memory: dict[str, int]) -> None:
 
 
 def print_start(console: Console, phases: Iterable[StartPhase]) -> None:
-    """Where the time of a start went, and what its caches had."""
+    """Where the time of a start went, what its caches had, and why they did not have the rest."""
+    phases = list(phases)
     table = Table(title="start", title_justify="left", pad_edge=False, box=None)
     table.add_column("phase", no_wrap=True)
     for name in ("seconds", "cache", "hits", "misses", "MiB"):
@@ -60,6 +61,9 @@ def print_start(console: Console, phases: Iterable[StartPhase]) -> None:
             f"{phase.num_bytes / 2**20:.1f}" if phase.num_bytes else "",
         )
     console.print(table)
+    for phase in phases:
+        for reason in phase.reasons:
+            console.print(reason, soft_wrap=True, markup=False)
 
 
 def _shown(name: str, value: Any) -> str:

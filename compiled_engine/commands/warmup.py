@@ -80,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile nothing: exit with 1 if a start with these flags would, and say what and why",
     )
+    parser.add_argument(
+        "--target-arch",
+        metavar="ARCH",
+        help="compile for a GPU that is not here, such as sm_90a, what can be compiled without it, "
+        "and name what cannot; needs no GPU",
+    )
     add_config_arguments(parser, EngineConfig)
     parser.add_argument(
         "--jobs",
@@ -102,14 +108,18 @@ def run(args: argparse.Namespace) -> int:
     if config.load_format == "auto":  # code does not depend on weights: none are read
         config = replace(config, load_format="dummy")
     if args.check:
-        if args.output is not None:
-            raise ConfigError("--output needs a warm-up, and --check makes none: leave one out")
+        for flag, value in (("--output", args.output), ("--target-arch", args.target_arch)):
+            if value is not None:
+                raise ConfigError(f"{flag} needs a warm-up, and --check makes none: leave one out")
         return _check(config)
-    if args.output is not None:
-        if not _keeps_pieces(config):
-            raise ConfigError("--output has nothing to write: with these flags no piece is kept")
-        if args.output.exists():
-            raise ConfigError(f"--output {args.output} is there already: name another")
+    if args.output is not None and args.output.exists():
+        raise ConfigError(f"--output {args.output} is there already: name another")
+    if args.target_arch is not None:
+        from compiled_engine.commands.warmup_cross import warm_up_for
+
+        return warm_up_for(config, args.target_arch, args.output)
+    if args.output is not None and not _keeps_pieces(config):
+        raise ConfigError("--output has nothing to write: with these flags no piece is kept")
     return _warm_up(config, args.output)
 
 
@@ -191,9 +201,6 @@ def _print_outcome(
     console = Console(highlight=False, soft_wrap=True)
     _print_table(console, pieces)
     print_start(console, phases)
-    for piece in pieces:
-        if piece.reason:
-            console.print(f"{piece.name} was compiled: {piece.reason}")
     if config.enforce_eager:
         console.print("--enforce-eager: nothing is compiled")
     console.print(

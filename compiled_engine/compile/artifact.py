@@ -92,10 +92,28 @@ def export_artifact(cache_dir: Path, starts: Sequence[KeptStart], target: Path) 
     Raises:
         ConfigError: an entry is damaged, or the target is there already or cannot be written.
     """
-    contents = {name: (cache_dir / name).read_bytes() for name in artifact_files(cache_dir, starts)}
+    keys = {start.digest: dict(start.key.parts) for start in starts}
+    return _write(cache_dir, artifact_files(cache_dir, starts), keys, target)
+
+
+def export_files(cache_dir: Path, names: Iterable[str], target: Path) -> int:
+    """Writes files of the cache folder that belong to no start yet, as `export_artifact`.
+
+    Each is found by a key of its own, so whoever takes them in need not be of the maker's kind.
+
+    Raises:
+        ConfigError: the target is there already or cannot be written.
+    """
+    return _write(cache_dir, names, {}, target)
+
+
+def _write(
+    cache_dir: Path, names: Iterable[str], keys: dict[str, dict[str, str]], target: Path
+) -> int:
+    contents = {name: (cache_dir / name).read_bytes() for name in names}
     manifest = {
         "format": FORMAT,
-        "keys": {start.digest: dict(start.key.parts) for start in starts},
+        "keys": keys,
         "files": {
             name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for name, data in contents.items()

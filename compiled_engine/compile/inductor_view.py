@@ -62,6 +62,8 @@ def view_function(
     passes: PassPipeline,
     target: Target,
     options: dict[str, Any] | None = None,
+    *,
+    has_groups: bool = True,
 ) -> View:
     """Traces `function` over fake arguments for `target`.
 
@@ -72,6 +74,7 @@ def view_function(
         passes: the engine's pipeline, made for `target`.
         target: what code is made for.
         options: further options of Inductor.
+        has_groups: also ask Inductor's scheduler what runs together.
     """
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor.compile_fx import compile_fx
@@ -82,7 +85,7 @@ def view_function(
     def inner(module: GraphModule, examples: list[Any], **_: Any) -> Any:
         found.module = module
         with _described_gpu(target.arch) if is_described else nullcontext():
-            _lower(found, module, examples)
+            _lower(found, module, examples, has_groups=has_groups)
         raise _Seen
 
     def backend(module: GraphModule, examples: list[Any]) -> Any:
@@ -103,7 +106,7 @@ def view_function(
     return found
 
 
-def _lower(found: View, module: GraphModule, examples: list[Any]) -> None:
+def _lower(found: View, module: GraphModule, examples: list[Any], *, has_groups: bool) -> None:
     """What `codegen_and_compile` of Inductor does, up to the scheduler."""
     from torch._inductor.compile_fx import fake_tensor_prop, record_original_output_strides
     from torch._inductor.debug import DebugContext
@@ -116,6 +119,8 @@ def _lower(found: View, module: GraphModule, examples: list[Any]) -> None:
     record_original_output_strides(module)
     with V.set_fake_mode(mode):
         post_grad_passes(module, is_inference=True)
+    if not has_groups:
+        return
     # Where they were moved to; sizes are no tensors.
     inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     examples = [

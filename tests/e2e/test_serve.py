@@ -68,6 +68,21 @@ def test_serve_answers_the_openai_client_and_drains(model, tmp_path):
         _check_log(server)
 
 
+@pytest.mark.slow  # it compiles every piece
+def test_serve_says_why_each_piece_was_compiled_and_then_compiles_none(model, tmp_path):
+    flags = ("--max-num-seqs", "4", "--chunked-prefill-size", "32")
+    for log, is_cold in (("cold", True), ("warm", False)):
+        with ServeProcess(model, tmp_path / log, flags=flags) as server:
+            server.wait_for("/ready", 200)
+            _, _, text = server.log.partition("\nstart")
+            reasons = [line for line in text.splitlines() if " was compiled: " in line]
+            assert bool(reasons) == is_cold
+            assert server.stop() == 0
+        if is_cold:
+            assert "layer_one was compiled: the cache is empty" in reasons
+            assert len(reasons) >= 8
+
+
 def _check_answers(client: OpenAI, model: Path) -> None:
     assert [card.id for card in client.models.list()] == [str(model)]
     arguments = {"model": str(model), "messages": USER, "temperature": 0.0, "max_tokens": 12}

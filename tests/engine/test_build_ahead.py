@@ -95,13 +95,15 @@ def test_a_process_that_fails_costs_a_warning(
         )
 
     monkeypatch.setattr(build_ahead, "_launch", launch)
-    monkeypatch.setattr(build_ahead, "is_missing", lambda _: True)
+    monkeypatch.setattr(build_ahead, "missing_parts", lambda _: [("every piece", "why")])
     monkeypatch.setattr(build_ahead, "_is_foreign", lambda _: False)
     monkeypatch.setattr(build_ahead, "_num_parts", lambda *_: 5)
     seen = []
     wanted = config(tmp_path, tmp_path, compile_jobs=2)
-    with building_ahead(wanted, CPU, lambda *report: seen.append(report)) as wait:
+    told: list[tuple[str, str]] = []
+    with building_ahead(wanted, CPU, lambda *report: seen.append(report), told.extend) as wait:
         wait()
+    assert told == [("every piece", "why")], "why there is something to make"
     assert seen[0] == ("pieces, in processes", 0, 5)
     assert ("one, in a process", 1, 5) in seen
     assert "1 of 2 processes that compile ahead failed (no room here)" in caplog.text
@@ -119,7 +121,7 @@ def test_processes_end_with_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
         return worker
 
     monkeypatch.setattr(build_ahead, "_launch", launch)
-    monkeypatch.setattr(build_ahead, "is_missing", lambda _: True)
+    monkeypatch.setattr(build_ahead, "missing_parts", lambda _: [("every piece", "why")])
     monkeypatch.setattr(build_ahead, "_is_foreign", lambda _: False)
     monkeypatch.setattr(build_ahead, "_num_parts", lambda *_: 5)
     wanted = config(tmp_path, tmp_path, compile_jobs=2)

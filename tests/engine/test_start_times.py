@@ -7,12 +7,22 @@ import time
 import warnings
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from compiled_engine.build_cache import build_totals, file_problem, load_or_build
+from compiled_engine.build_cache import (
+    build_totals,
+    file_problem,
+    load_or_build,
+    triton_totals,
+)
 from compiled_engine.cache_folders import BUILD_VARIABLE, VARIABLES, build_dir, place_caches
 from compiled_engine.commands.progress import PieceProgress
 from compiled_engine.commands.settings_table import print_start
+from compiled_engine.compile.driver import CompileDriver
+from compiled_engine.config import EngineConfig
+from compiled_engine.ipc import EngineFrame
+from compiled_engine.start_table import AHEAD, StartMeter, used_files
 from compiled_engine.start_times import StartPhase, StartTimes, process_age_s
 from tests.helpers.engines import tiny_engine
 from tests.helpers.tiny_model import write_tiny_model
@@ -103,6 +113,68 @@ def test_the_table_has_a_row_for_each_phase(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].split() == ["load", "1.50", "-"]
     assert lines[-1].split() == ["pieces", "0.25", "part", "3", "1", "2.0"]
+
+
+def test_the_table_is_followed_by_the_reason_of_each_miss(capsys):
+    from rich.console import Console
+
+    whys = ("head was compiled: [other] shape", "embed was compiled: " + "long " * 40)
+    phases = [
+        StartPhase(name="pieces", seconds=0.2, num_misses=2, reasons=whys),
+        StartPhase(name="inductor", seconds=1.0),
+    ]
+    print_start(Console(width=60), phases)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        why.rstrip() for why in whys
+    ]
+
+
+def test_reasons_arrive_in_the_api_process_which_prints_them(capsys):
+    from rich.console import Console
+
+    whys = ("head was compiled: the cache is empty",)
+    sent = EngineFrame(start=[StartPhase(name="pieces", seconds=0.1, num_misses=1, reasons=whys)])
+    data = msgspec.msgpack.encode(sent)
+    received = msgspec.msgpack.decode(data, type=EngineFrame)
+    assert received.start == sent.start
+    print_start(Console(width=100), received.start)
+    assert whys[0] in capsys.readouterr().out.splitlines()
+
+
+def test_what_is_built_is_taken_out_of_the_phase_in_which_it_is_built(tmp_path):
+    clock = Clock()
+    driver = CompileDriver(EngineConfig(model="m", enforce_eager=True, cache_dir=tmp_path))
+    driver.times = StartTimes(clock)
+    meter = StartMeter(driver.times)
+    with driver.times.measure("memory probe"):
+        clock.now += 5
+        triton_totals().note_built(tmp_path / "a", 10, 2.0)
+        triton_totals().note_found(tmp_path / "b", 20)
+    with driver.times.measure("capture"):
+        clock.now += 3
+        build_totals().note_built(tmp_path / "c", 1, 3.0)
+    phases = {phase.name: phase for phase in meter.phases(driver)}
+    assert {name: phase.seconds for name, phase in phases.items()} == {
+        "memory probe": 3.0,
+        "triton": 2.0,
+        "own sources": 3.0,
+    }
+    assert phases["triton"] == StartPhase(
+        name="triton", seconds=2.0, num_hits=1, num_misses=1, num_bytes=30
+    )
+    assert used_files(driver, tmp_path) >= ["a", "b", "c"]
+    triton_totals().note_built(tmp_path / "d", 1, 1.0)  # after the start: nobody is told
+    assert driver.times.finish()["triton"] == 2.0
+
+
+def test_what_processes_make_ahead_has_its_reason_too(tmp_path):
+    driver = CompileDriver(EngineConfig(model="m", enforce_eager=True, cache_dir=tmp_path))
+    meter = StartMeter(driver.times)
+    meter.note_missing([("every piece", "the cache is empty")])
+    with driver.times.measure(AHEAD):
+        pass
+    (phase,) = (phase for phase in meter.phases(driver) if phase.name == AHEAD)
+    assert phase.reasons == ("every piece was compiled ahead: the cache is empty",)
 
 
 def test_each_piece_has_a_line_where_there_is_no_terminal(capsys):
