@@ -75,8 +75,8 @@ SUITES: Mapping[str, tuple[Part, ...]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-# Parts that together stay within 9 minutes: two commands rerun the targets of steps, of models and of
-# passes, the third those of starts.
+# Parts that together stay within 9 minutes: two commands rerun the targets of steps, of models and
+# of passes, the third those of starts.
 COMMANDS = ("step,passes", "moe,packed,quantised", "start,start_moe", "agentic")
 
 
