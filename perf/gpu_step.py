@@ -22,6 +22,7 @@ from perf.ceilings import Ceilings, measure_ceilings
 from perf.decode import LONG_PROMPT_LEN, Driver, limited_steps, measure_decode, measure_host
 from perf.decode import measure_itl as measure_itl_of
 from perf.device_loop import measure_device_loop
+from perf.job_profile import profile_jobs
 from perf.kernel_profile import measure_profile
 from perf.loading import measure_load
 from perf.offline import measure_agentic, measure_e2e, measure_prefill
@@ -164,6 +165,13 @@ def _profile(bench: Bench) -> Iterator[Measured]:
     yield from measured
 
 
+def _job_profile(bench: Bench) -> Iterator[Measured]:
+    with bench.unlimited():
+        document = profile_jobs(bench.llm, bench.driver, bench.ceilings)
+    bench.documents["job_profile.md"] = document
+    yield from ()
+
+
 def _device_loop(bench: Bench) -> Iterator[Measured]:
     with bench.unlimited():
         yield from measure_device_loop(bench.driver, bench.loop_driver, bench.num_repeats)
@@ -183,6 +191,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Measured]]] = {
     "scheduler": _scheduler,
     "itl": _itl,
     "profile": _profile,
+    "job_profile": _job_profile,
     "device_loop": _device_loop,
 }
 CEILINGS = "ceilings"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from perf.decode import INPUT_LEN, OUTPUT_LEN, Driver, Progress, settle
 from perf.qwen3_8b import (
@@ -155,20 +156,40 @@ def measure_profile(driver: Driver, read: float, num_repeats: int) -> tuple[list
 
 def profiled_steps(driver: Driver, batch_size: int) -> list[Kernel]:
     """What ran on the device in `NUM_STEPS` steady decode steps."""
+    ids = driver.submit_batch(batch_size, INPUT_LEN, OUTPUT_LEN)
+    progress = Progress(ids)
+    settle(driver, progress)
+
+    def work() -> None:
+        for _ in range(NUM_STEPS):
+            driver.loop.step()
+
+    kernels = device_kernels(work)
+    driver.run_out(ids)
+    return kernels
+
+
+def device_kernels(work: Callable[[], Any]) -> list[Kernel]:
+    """What ran on the device until `work` was done."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    ids = driver.submit_batch(batch_size, INPUT_LEN, OUTPUT_LEN)
-    progress = Progress(ids)
-    settle(driver, progress)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(NUM_STEPS):
-            driver.loop.step()
+        work()
         torch.cuda.synchronize()
-    driver.run_out(ids)
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA
     ]
+
+
+def is_product(kernel: Kernel) -> bool:
+    """Whether it is a matrix product: ours or the library's."""
+    return _PRODUCT.search(kernel.name) is not None
+
+
+def is_step_start(kernel: Kernel) -> bool:
+    """Whether a step begins with it."""
+    return _FIRST in kernel.name

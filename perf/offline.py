@@ -31,8 +31,8 @@ def measure_prefill(
 
     `flops` are the operations of prompts of such lengths.
     """
-    _prefill_s(driver)
-    seconds = [_prefill_s(driver) for _ in range(num_repeats)]
+    prefill_s(driver)
+    seconds = [prefill_s(driver) for _ in range(num_repeats)]
     case = {"batch": len(PREFILL_LENS), "case": str(PREFILL_LENS[0])}
     num_tokens, operations = sum(PREFILL_LENS), flops(PREFILL_LENS)
     yield Measured(
@@ -52,7 +52,8 @@ def measure_prefill(
     )
 
 
-def _prefill_s(driver: Driver) -> float:
+def prefill_s(driver: Driver) -> float:
+    """Seconds of eight new prompts, as `measure_prefill` says."""
     prompts = [driver.prompts.one(length) for length in PREFILL_LENS]
     loop = driver.loop
     start = time.perf_counter()

@@ -20,6 +20,7 @@ from compiled_engine.custom_ops import ALL_OPS, OpSpec
 from compiled_engine.custom_ops.family_inputs import EPS, PAGE_SIZE, Sequences
 from compiled_engine.custom_ops.gemm import CANDIDATES, fused_linear_traits
 from compiled_engine.custom_ops.registry import Target
+from perf.attention_peers import flex, sdpa, varlen
 from perf.qwen3_8b import (
     HEAD_DIM,
     HIDDEN,
@@ -120,20 +121,15 @@ def attention_tiles() -> Iterator[OpCase]:
         sequences = Sequences([length] * count, [length] * count)
         candidates: dict[str, Sequence[Call]] = {
             "ours": paged_calls(sequences, 4, is_decode=False),
-            "torch sdpa, not paged": [_sdpa(count, length) for _ in range(4)],
+            "torch sdpa, not paged": [sdpa(count, length) for _ in range(4)],
+            "torch varlen, not paged": [varlen(count, length) for _ in range(4)],
+            "FlexAttention, pages of 128": [flex(count, length) for _ in range(4)],
         }
         yield OpCase(
             name=f"paged_attention prompt {count}x{length}",
             num_flops=count * attention_flops(length),
             candidates=candidates,
         )
-
-
-def _sdpa(count: int, length: int) -> Call:
-    q = _normal(count, NUM_HEADS, length, HEAD_DIM)
-    k, v = (_normal(count, NUM_KV_HEADS, length, HEAD_DIM) for _ in range(2))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return partial(attend, q, k, v, is_causal=True, enable_gqa=True)
 
 
 # --- products -----------------------------------------------------------------------------

@@ -23,7 +23,17 @@ from compiled_engine.request import Request, TokenEvent
 from compiled_engine.scheduler.inbox import InboxBuilder
 from compiled_engine.scheduler.state import SchedulerShape
 from compiled_engine.tokenizer import Tokenizer
-from perf import decode, gpu_step, kernel_profile, loading, offline, op_bench, qwen3_8b, scheduler
+from perf import (
+    decode,
+    gpu_step,
+    job_profile,
+    kernel_profile,
+    loading,
+    offline,
+    op_bench,
+    qwen3_8b,
+    scheduler,
+)
 from perf.ceilings import Ceilings
 from perf.kernel_profile import Kernel, idle_us, kernel_table
 from perf.op_families import OpCase, Sequences, num_copies, paged_calls
@@ -274,6 +284,30 @@ def test_parts_of_a_step_add_up_and_know_their_floors():
     assert whole == pytest.approx(qwen3_8b.step_bytes(3 * 1024, 3) / read * 1e6, rel=1e-3)
     table = kernel_profile.part_table(kernels, 3, read)
     assert f"| o | {4.0 * qwen3_8b.NUM_LAYERS:.1f} | 4.00 | {floors['o']:.2f} |" in table
+
+
+def test_a_job_is_told_by_kinds_of_steps():
+    """Two steps with prompts, three of decoding; kernels overlap by 1 us, steps are 3 us apart."""
+    first = kernel_profile._FIRST
+    prompt = [first, "nvjet_a", "tiles_kernel", "decode_attention", "rope"]
+    decode = [first, "row_kernel", "decode_attention"]
+    kernels, at = [Kernel("copy", 0.0, 5.0)], 10.0
+    for names in (prompt, prompt, decode, decode, decode):
+        for name in names:
+            kernels.append(Kernel(name, at, at + 5.0))
+            at += 4.0
+        at += 4.0
+    times, counts = job_profile.step_times(job_profile.split_steps(kernels))
+    assert counts == {"prompts": 2, "decode": 3}
+    assert times["prompts"] == {"other": 2 * 9.0, "products": 2 * 4.0, "attention": 2 * 8.0}
+    assert times["decode"] == {"other": 3 * 5.0, "products": 3 * 4.0, "attention": 3 * 4.0}
+    job = job_profile.Job(title="", work=list, flops=6e6, attention=2e6, step_bytes=5e6)
+    ceilings = SimpleNamespace(matmul=1e12, read=1e12)
+    table = job_profile.job_table(kernels, job, ceilings)  # type: ignore[arg-type]
+    assert "| 2 with prompts | products | 0.0 | 0.0 | 50% |" in table
+    assert "| 2 with prompts | attention | 0.0 | 0.0 | 12% |" in table
+    assert "| 3 with decode | all | 0.0 | 0.0 | 38% |" in table
+    assert "| decode | `row_kernel` | 3 | 5.00 | 0.0 |" in table
 
 
 @pytest.fixture(scope="module")
