@@ -71,13 +71,14 @@ SUITES: Mapping[str, tuple[Part, ...]] = MappingProxyType(
             ),
             _part("passes", "gpu_models", "--model", "qwen3-8b", "--only", "passes",
                   about="each pass on and off"),
+            _part("ops", "op_bench", about="op families: candidates side by side, over ceilings"),
             _part("agentic", "agentic", "--model", "qwen3-8b", about="agents, full sizes"),
         ),
     }
 )  # fmt: skip
 # Parts that together stay within 9 minutes: two commands rerun the targets of steps, of models and
 # of passes, the third those of starts.
-COMMANDS = ("step,passes", "moe,packed,quantised", "start,start_moe", "agentic")
+COMMANDS = ("step,passes", "moe,packed,quantised", "start,start_moe", "ops,agentic")
 
 
 def chosen(suite: str, only: str | None) -> list[Part]:
