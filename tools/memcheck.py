@@ -29,7 +29,7 @@ from tests.helpers.gpu_engine import OPTIONS, SHAPE
 from tests.helpers.tiny_model import write_tiny_model
 
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss")
-PROMPTS = [list(range(3, 3 + length)) for length in (1, 17, 100, 300)]
+PROMPTS = [[3 + i % 200 for i in range(length)] for length in (1, 17, 100, 300)]
 PARAMS = (
     SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
     SamplingParams(
