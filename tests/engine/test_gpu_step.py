@@ -16,7 +16,15 @@ from compiled_engine.ipc import ClientFrame
 from compiled_engine.request import Request, SamplingParams, ThinkingBudget
 from compiled_engine.tokenizer import Tokenizer
 from tests.helpers.engines import assert_idle, run_requests, tiny_engine
-from tests.helpers.gpu_engine import OPTIONS, SHAPE
+from tests.helpers.gpu_engine import (
+    LENGTHS,
+    OPTIONS,
+    SHAPE,
+    agents,
+    exact_engine,
+    prompts_of,
+    write_exact_model,
+)
 from tests.helpers.grammar_runs import run_grammars
 from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.turned_engine import TurnedEngine
@@ -24,7 +32,6 @@ from tests.helpers.turned_engine import TurnedEngine
 pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-LENGTHS = (1, 5, 15, 16, 17, 33, 100, 255, 257, 600)
 
 
 @pytest.fixture(scope="module")
@@ -49,27 +56,7 @@ def compiled(kept: Engine) -> Engine:
 
 @pytest.fixture(scope="module")
 def exact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model in fp32, whose tokens do not depend on who computes beside them."""
-    path = tmp_path_factory.mktemp("gpu-exact") / "qwen3"
-    write_tiny_model(path, family="qwen3", **{**SHAPE, "torch_dtype": "float32"})
-    return path
-
-
-def exact_engine(folder: Path, **options: Any) -> Engine:
-    return tiny_engine(folder, **{**OPTIONS, "dtype": "float32", **options})
-
-
-def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
-
-
-def agents(seed: int) -> list[list[int]]:
-    """Twelve prompts that share 70 tokens, in two groups that share 200, and two alone."""
-    first, second, own = prompts_of(seed, 70, 130, 130)
-    tails = prompts_of(seed + 1, *range(3, 17))
-    long = [first + second + tail for tail in tails[:5]]
-    return long + [first + own + tail for tail in tails[5:10]] + [first + t for t in tails[10:]]
+    return write_exact_model(tmp_path_factory.mktemp("gpu-exact") / "qwen3")
 
 
 @pytest.mark.parametrize(
