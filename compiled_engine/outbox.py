@@ -210,6 +210,8 @@ class RingOutbox(RecordQueue):
     def note_loop(self, running: RunningLoop) -> None:
         """A loop of steps was launched: records come until it ends. All others have been read."""
         assert self.num_unread == 0, "records of earlier steps must be read first"
+        # It counts all steps since the start, those before it too: they have been read.
+        running.note_read(self._num_read)
         self._running = running
         self.num_unread = 1
 

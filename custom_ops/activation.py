@@ -62,13 +62,13 @@ def _silu_and_mul_cuda(x: Tensor) -> Tensor:
 def _gelu_and_mul_cuda(x: Tensor, approximate: str) -> Tensor:
     from compiled_engine.custom_ops import activation_triton
 
-    return activation_triton.gated_activation(x, gelu_name(approximate))
+    return activation_triton.gelu_and_mul(x, approximate)
 
 
 def _swiglu_clamped_cuda(x: Tensor, alpha: float, limit: float) -> Tensor:
     from compiled_engine.custom_ops import activation_triton
 
-    return activation_triton.gated_activation(x, "swiglu_clamped", alpha, limit)
+    return activation_triton.swiglu_clamped(x, alpha, limit)
 
 
 LIBRARY.impl("silu_and_mul", _silu_and_mul_cuda, "CUDA")

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
+from compiled_engine.custom_ops.activation import gelu_name
 from compiled_engine.custom_ops.library import note_plain_body
 from compiled_engine.custom_ops.triton_common import (
     DTYPES,
@@ -126,6 +127,16 @@ def default_config(num_rows: int, size: int) -> Config:
 def silu_and_mul(x: Tensor) -> Tensor:
     """As `reference.silu_and_mul`, which also serves what `unsupported_reason` names."""
     return gated_activation(x, "silu")
+
+
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    """As `reference.gelu_and_mul`, which also serves what `unsupported_reason` names."""
+    return gated_activation(x, gelu_name(approximate))
+
+
+def swiglu_clamped(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """As `reference.swiglu_clamped`, which also serves what `unsupported_reason` names."""
+    return gated_activation(x, "swiglu_clamped", alpha, limit)
 
 
 def gated_activation(x: Tensor, name: str, alpha: float = 0.0, limit: float = 0.0) -> Tensor:

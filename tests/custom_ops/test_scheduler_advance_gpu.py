@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from compiled_engine.layout import StepInputs, layout
 from compiled_engine.outbox import RingOutbox, pack
 from compiled_engine.scheduler.advance import StepRecord, advance
-from compiled_engine.scheduler.cuda import shape_sizes, state_tensors
 from compiled_engine.scheduler.cuda_advance import schedule_advance, schedule_layout
 from compiled_engine.scheduler.plan import Plan
 from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
@@ -108,20 +107,3 @@ def test_a_record_is_read_before_its_graph_ends():
     assert not torch.cuda.current_stream().query(), "the graph ended before the record was read"
     assert record.rows[1].tolist() == [1, 1, 0, 42]
     torch.cuda.synchronize()
-
-
-def test_schemas_and_fakes():
-    engine = planned_engine()
-    assert engine.last_plan is not None
-    state, sizes = state_tensors(engine.state), shape_sizes(engine.shape)
-    plan = list(engine.last_plan)
-    utilities = ("test_schema", "test_faketensor")
-    # opcheck copies its arguments, and a copy of the pinned ring would not be pinned.
-    ring = [tensor.to(GPU) for tensor in RingOutbox(engine.shape.max_rows + 1, GPU).ring]
-    ops = torch.ops.ce
-    for op, args in (
-        (ops.scheduler_layout, (state, plan, 8, sizes)),
-        (ops.scheduler_advance, (state, plan, *sampled(engine.shape), ring, sizes)),
-        (ops.scheduler_admit, (state, torch.tensor(8, dtype=torch.int32, device=GPU), sizes)),
-    ):
-        torch.library.opcheck(op.default, args, test_utils=utilities)

@@ -14,7 +14,7 @@ from compiled_engine.engine import Engine
 from compiled_engine.logprob_data import read_records
 from compiled_engine.request import Request, SamplingParams
 from tests.helpers.engines import assert_idle, run_requests, tiny_engine
-from tests.helpers.gpu_engine import OPTIONS, SHAPE
+from tests.helpers.gpu_engine import OPTIONS, SHAPE, prompts_of
 from tests.helpers.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -41,11 +41,6 @@ def models(folder: Path) -> tuple[Any, Any]:
         for dtype in (torch.float32, torch.bfloat16)
     )
     return fp32, bf16
-
-
-def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from compiled_engine.engine import Engine
 from compiled_engine.faults import Fault
@@ -17,7 +16,15 @@ from compiled_engine.ipc import ClientFrame
 from compiled_engine.request import Request, SamplingParams, ThinkingBudget
 from compiled_engine.tokenizer import Tokenizer
 from tests.helpers.engines import assert_idle, run_requests, tiny_engine
-from tests.helpers.gpu_engine import OPTIONS, SHAPE
+from tests.helpers.gpu_engine import (
+    LENGTHS,
+    OPTIONS,
+    SHAPE,
+    agents,
+    exact_engine,
+    prompts_of,
+    write_exact_model,
+)
 from tests.helpers.grammar_runs import run_grammars
 from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.turned_engine import TurnedEngine
@@ -25,7 +32,6 @@ from tests.helpers.turned_engine import TurnedEngine
 pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-LENGTHS = (1, 5, 15, 16, 17, 33, 100, 255, 257, 600)
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +56,7 @@ def compiled(kept: Engine) -> Engine:
 
 @pytest.fixture(scope="module")
 def exact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model in fp32, whose tokens do not depend on who computes beside them."""
-    path = tmp_path_factory.mktemp("gpu-exact") / "qwen3"
-    write_tiny_model(path, family="qwen3", **{**SHAPE, "torch_dtype": "float32"})
-    return path
-
-
-def exact_engine(folder: Path, **options: Any) -> Engine:
-    return tiny_engine(folder, **{**OPTIONS, "dtype": "float32", **options})
-
-
-def prompts_of(seed: int, *lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in lengths]
-
-
-def agents(seed: int) -> list[list[int]]:
-    """Twelve prompts that share 70 tokens, in two groups that share 200, and two alone."""
-    first, second, own = prompts_of(seed, 70, 130, 130)
-    tails = prompts_of(seed + 1, *range(3, 17))
-    long = [first + second + tail for tail in tails[:5]]
-    return long + [first + own + tail for tail in tails[5:10]] + [first + t for t in tails[10:]]
+    return write_exact_model(tmp_path_factory.mktemp("gpu-exact") / "qwen3")
 
 
 @pytest.mark.parametrize(
@@ -120,43 +106,6 @@ def test_gpu_steps_of_one_size_give_equal_tokens(folder, compiled, options):
         same = sum(a == b for a, b in zip(expected, got, strict=True))
         assert same >= len(prompts) * 2 // 3, (same, len(prompts))
     assert_idle(other)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_gpu_logits_equal_hugging_face(tmp_path, family):
-    """Chunked prefill, decode and prefix hits, alone and among others, within bf16's rounding.
-
-    The yardstick is what Hugging Face's own model loses by running in bf16.
-    """
-    write_tiny_model(tmp_path / family, family=family, **SHAPE)
-    # One step after the other, so that it is known which step made which logits.
-    plain = {"cudagraph_mode": "none", "overlap_schedule": "off"}
-    made = tiny_engine(tmp_path / family, **{**OPTIONS, **plain})
-    truth, rounded = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=dtype).cuda().eval()
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    seen: list[torch.Tensor] = []
-    head = made.loop.executor.pieces.head
-
-    def keep(residual: torch.Tensor) -> torch.Tensor:
-        logits = head(residual)
-        seen.append(logits.float().clone())
-        return logits
-
-    made.loop.executor.pieces.head = keep  # type: ignore[method-assign]
-    (prompt,) = prompts_of(5, 300)
-    # Two chunks of 256 before the first token; with its prefix cached the prompt needs one.
-    for first in (1, 0):
-        seen.clear()
-        tokens = run_requests(made, [prompt], GREEDY).tokens[0]
-        got = torch.cat([logits[:1] for logits in seen[first : first + 12]])
-        full = torch.tensor([prompt + tokens], device="cuda")
-        with torch.no_grad():
-            expected = truth(full).logits[0, 299:311].float()
-            own_error = (rounded(full).logits[0, 299:311].float() - expected).norm()
-        error = (got[:, : expected.shape[1]] - expected).norm()
-        assert error <= 1.5 * own_error, (float(error), float(own_error))
 
 
 def test_gpu_fp8_cache_halves_pages_and_keeps_answers_close(folder, compiled):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 
@@ -17,6 +18,7 @@ from compiled_engine.kernels import bench, ceilings, check
 from compiled_engine.kernels.ceilings import Ceilings
 
 DEVICE = torch.device("cpu")
+GATES = ("silu_and_mul", "gelu_and_mul", "swiglu_clamped")
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
@@ -78,6 +80,16 @@ def test_check_runs_every_candidate_of_the_cpu(capsys):
     assert all(r["num_cases"] > 0 for r in document["results"] if r["status"] == "OK")
     skipped = [r for r in document["results"] if r["status"] == "-"]
     assert all("runs on cuda" in r["reason"] for r in skipped)
+
+
+def test_what_is_interpreted_exists():
+    """`TRITON_INTERPRET=1 compiled-engine kernels check` calls it by this name."""
+    named = {c.interpreted for c in CANDIDATES if c.interpreted}
+    assert {f"activation_triton:{gate}" for gate in GATES} <= named
+    for spelled in named:
+        module, _, name = spelled.partition(":")
+        found = importlib.import_module(f"compiled_engine.custom_ops.{module}")
+        assert callable(getattr(found, name))
 
 
 def norm_with(launch: object, **fields: object) -> KernelRegistry:
@@ -211,5 +223,4 @@ def test_bench_takes_the_shapes_of_a_model(capsys, tmp_path, monkeypatch):
     document = run_json(capsys, *arguments, "--device", "cpu")
     assert document["shapes"]["inner"] == 96
     assert {t["case"] for t in document["timings"]} == {"1x192", "32x192"}
-    gates = {"silu_and_mul", "gelu_and_mul", "swiglu_clamped"}
-    assert {t["place"] for t in document["timings"]} == {f"activation.{gate}" for gate in gates}
+    assert {t["place"] for t in document["timings"]} == {f"activation.{gate}" for gate in GATES}

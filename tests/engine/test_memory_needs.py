@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from compiled_engine import engine
+from compiled_engine.commands.settings_table import print_memory
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.start_key import StartKey
 from compiled_engine.compile.store import EntryStore
 from compiled_engine.config import EngineConfig
-from compiled_engine.memory import MemoryNeeds, keep_needs, load_needs
+from compiled_engine.memory import MemoryNeeds, MemoryTable, keep_needs, load_needs
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.llama import LlamaForCausalLM
 from compiled_engine.models.weights import build_model
 from tests.helpers.tiny_model import write_tiny_model
 
 NAME = "memory_full"
-MIB = 1024**2
+MIB, GIB = 1024**2, 1024**3
 NEEDS = MemoryNeeds(activations=300 * MIB, pool=200 * MIB, graphs=100 * MIB, kept=50 * MIB)
 ENOUGH = NEEDS.reserved + NEEDS.kept
 
@@ -150,3 +153,36 @@ def test_an_engine_that_keeps_no_pieces_probes_at_every_start(starts):
     for _ in range(2):
         assert starts.start(enforce_eager=True) == NEEDS.reserved
     assert starts.num_probes == 2
+
+
+def printed(memory: dict[str, int]) -> str:
+    console = Console(file=StringIO(), width=60, color_system=None)
+    print_memory(console, memory)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_the_table_names_every_part_of_the_memory_and_they_add_up():
+    parts = {"weights": 15, "kv": 40, "activations": 3, "graphs": 2, "other": 1}
+    table = MemoryTable(
+        total=80 * GIB, allowed=72 * GIB, **{name: n * GIB for name, n in parts.items()}
+    )
+    assert table.used == 61 * GIB
+    assert sum(size for _, size in table.rows()) == table.total
+    title, head, *lines = (line.rstrip() for line in printed(dict(table.rows())).splitlines())
+    assert title == "GPU memory"
+    assert head.split() == ["for", "GiB"]
+    assert [line.rsplit(maxsplit=1) for line in lines] == [
+        ["weights", "15.00"],
+        ["KV cache", "40.00"],
+        ["activations", "3.00"],
+        ["graphs", "2.00"],
+        ["context and code", "1.00"],
+        ["left below the ceiling", "11.00"],
+        ["above the ceiling", "8.00"],
+    ]
+    assert len({len(line) for line in lines}) == 1, "numbers stand in a column"
+
+
+def test_sizes_are_rounded_and_a_cpu_has_no_table():
+    assert printed({"weights": int(1.256 * GIB)}).split()[-1] == "1.26"
+    assert printed({}) == ""

@@ -147,3 +147,33 @@ def test_a_record_that_never_comes_is_an_error(monkeypatch):
     outbox.note_launch()
     with pytest.raises(EngineError, match="never wrote record 1"):
         outbox.read()
+
+
+class Loop:
+    """A running loop on the device, as the outbox sees it."""
+
+    ended_at: int | None = None
+    num_read = 0
+
+    def note_read(self, num_read: int) -> None:
+        self.num_read = num_read
+
+
+def test_a_loop_begins_with_nothing_unread_and_is_told_of_every_record():
+    outbox, loop = RingOutbox(NUM_ROWS, CPU), Loop()
+    for value in range(RING_RECORDS + 7):
+        write(outbox, value)
+        outbox.read()
+    outbox.note_loop(loop)
+    assert loop.num_read == RING_RECORDS + 7
+    for value in range(2):
+        write_like_the_kernel(outbox, value)
+    loop.ended_at = RING_RECORDS + 9
+    for value in range(2):
+        record = outbox.read_loop()
+        assert record is not None
+        assert np.all(record.rows == value)
+        assert loop.num_read == RING_RECORDS + 8 + value
+    assert outbox.read_loop() is None
+    write(outbox, 5)
+    assert np.all(outbox.read().rows == 5)

@@ -180,13 +180,26 @@ class CheckedAdmit:
         self._check_match(shape, state, order)
         expected = copy_of(state)
         want = self.dense(shape, expected, expected.groups[0], order, budget)
-        admitted = torch.ones(shape.max_rows + 1, dtype=torch.bool)
-        args = admit_args(tree_leaves(state), budget, admitted, self.sizes)
-        self.kernel.launch("scheduler_admit", 1, args)
+        admitted = self.run_admit(state, budget)
         assert_same_state(shape, expected, state, "admit")
         assert torch.equal(admitted, want), (admitted, want)
         self.num_admitted += int(want.sum())
         return want
+
+    def run_admit(self, state: SchedulerState, budget: Tensor) -> Tensor:
+        """The kernel: [R + 1] bool, admitted."""
+        admitted = torch.ones(state.state.shape[0], dtype=torch.bool)
+        args = admit_args(tree_leaves(state), budget, admitted, self.sizes)
+        self.kernel.launch("scheduler_admit", 1, args)
+        return admitted
+
+    def run_match(self, state: SchedulerState, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The kernel: pages [A, P] and matched [A], i64."""
+        width = state.groups[0].block_table.shape[1]
+        matches = new_matches(rows.shape[0], width, rows.device)
+        args = match_args(tree_leaves(state), rows, matches, self.sizes)
+        self.kernel.launch("scheduler_prefix_match", 1, args)
+        return matches
 
     def _check_match(self, shape: SchedulerShape, state: SchedulerState, order: Tensor) -> None:
         waiting = (state.state == WAITING) | (
@@ -197,9 +210,7 @@ class CheckedAdmit:
         want = match(shape, state, state.groups[0], rows)
         is_real = rows < shape.max_rows
         before = copy_of(state)
-        pages, matched = new_matches(shape.num_candidates, shape.table_width, rows.device)
-        args = match_args(tree_leaves(state), rows, (pages, matched), self.sizes)
-        self.kernel.launch("scheduler_prefix_match", 1, args)
+        pages, matched = self.run_match(state, rows)
         assert_same_state(shape, before, state, "match")
         assert torch.equal(matched, torch.where(is_real, want.matched, 0)), (matched, want)
         assert torch.equal(pages, torch.where(is_real[:, None], want.pages, 0)), (pages, want)
@@ -213,6 +224,7 @@ class CheckedPublish:
         self.sizes = sizes_of(shape)
         self.kernel = Emulated("scheduler/prefix_ops.cu", block, order)
         self.scratch = torch.empty(scratch_bytes(self.sizes), dtype=torch.uint8)
+        self.num_published = 0
 
     def __call__(
         self,
@@ -224,6 +236,11 @@ class CheckedPublish:
     ) -> None:
         expected = copy_of(state)
         self.dense(shape, expected, expected.groups[0], first, last)
+        self.run_publish(state, first, last)
+        assert_same_state(shape, expected, state, "publish")
+        self.num_published += int((last - first).clamp_min(0).sum())
+
+    def run_publish(self, state: SchedulerState, first: Tensor, last: Tensor) -> None:
+        """The kernel."""
         args = publish_args(tree_leaves(state), (first, last), self.scratch, self.sizes)
         self.kernel.launch("scheduler_prefix_publish", 1, args)
-        assert_same_state(shape, expected, state, "publish")
