@@ -48,9 +48,8 @@ def run_ops() -> None:
 
 def run_engine(family: str) -> None:
     """Prompts alone and beside decoding rows, greedy and drawn."""
-    changes = {"num_hidden_layers": 2}
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(Path(folder) / "model", family=family, **{**SHAPE, **changes})
+        model = write_tiny_model(Path(folder) / "model", family=family, **SHAPE)
         engine = tiny_engine(
             model,
             **{
