@@ -18,10 +18,12 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.errors import ConfigError
 
 TUNED = "tuned"
-# Fields that a file cannot have, and what to do instead.
+# Fields that a file cannot have, and what to do instead. No file may allow code to run.
 _ELSEWHERE = {
     "model": "give it as MODEL",
     "config_file": "a file cannot name another",
+    "trust_remote_code": "only the flag --trust-remote-code can allow that",
+    "allow_pickle": "only the flag --allow-pickle can allow that",
 }
 
 

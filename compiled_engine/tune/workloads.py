@@ -57,13 +57,15 @@ class Job:
         def scaled(length: int) -> int:
             return int(length * share) if length == 0 else max(1, int(length * share))
 
-        return replace(
+        fitted = replace(
             self,
             shared=scaled(self.shared),
             first=scaled(self.first),
             later=scaled(self.later),
             output=max(2, scaled(self.output)),
         )
+        excess = max(0, fitted.longest - longest)  # what the least lengths add up to
+        return replace(fitted, first=max(1, fitted.first - excess))
 
 
 @dataclass(frozen=True, kw_only=True)
