@@ -135,9 +135,7 @@ def build_engine(
     with building_ahead(here, device, report) as wait_for_build:
         with driver.times.measure("load"):
             model_config = model_config_of(config, folder, Target.of(device))
-            model = loaded
-            if model is None:
-                model = _load_model(config, model_config, folder, device, progress)
+            model = loaded or _load_model(config, model_config, folder, device, progress)
         with driver.times.measure("processes that compile"):
             wait_for_build()
     model_config = model.config
@@ -166,19 +164,26 @@ def build_engine(
     loop = _make_loop(config, model_config, settings, executor)
     memory = None
     if needs is not None:
-        memory = memory_table(
-            device,
-            config.gpu_memory_utilization,
-            weights=weight_bytes(model),
-            kv=cache_geometry(config, model_config, settings.dtype).page_bytes * shape.num_pages,
-            needs=needs,
-        )
+        memory = _memory_table(config, settings, executor, needs)
     if driver.store is not None:
         if needs is not None:
             keep_needs(driver.store, _needs_name(config), needs)
         if not is_later:
             driver.store.finish(used_files(driver, config.cache_dir))
     return Engine(settings, driver, loop, memory, meter.phases(driver), later)
+
+
+def _memory_table(
+    config: EngineConfig, settings: Settings, executor: StepExecutor, needs: MemoryNeeds
+) -> MemoryTable:
+    geometry = cache_geometry(config, executor.model.config, settings.dtype)
+    return memory_table(
+        settings.device,
+        config.gpu_memory_utilization,
+        weights=weight_bytes(executor.model),
+        kv=geometry.page_bytes * executor.shape.num_pages,
+        needs=needs,
+    )
 
 
 def _serving_plain(
