@@ -147,7 +147,11 @@ def _decide(plan: Plan, first: Engine, second: _Second, deadline: Deadline) -> l
                 bar.start()
 
         stages = Stages(
-            plan, EngineBench(first), open_second, deadline, on_done=lambda: bar.advance(task)
+            plan,
+            EngineBench(first, deadline),
+            open_second,
+            deadline,
+            on_done=lambda: bar.advance(task),
         )
         return stages.run()
 
@@ -184,7 +188,7 @@ class _Second:
         except (EngineError, torch.OutOfMemoryError) as error:
             return None, f"an engine with measured kernels cannot be started here: {error}"
         self._stack.callback(self.engine.close)
-        return EngineBench(self.engine), ""
+        return EngineBench(self.engine, self._deadline), ""
 
 
 def _open(config: EngineConfig, deadline: Deadline, loaded: CausalLM | None = None) -> Engine:

@@ -99,15 +99,21 @@ class EngineBench:
     Args:
         engine: built for the largest of all candidates; with a step limit, if there are candidates
             of that.
+        deadline: asked before each step.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, deadline: Deadline) -> None:
         self.engine = engine
+        self._deadline = deadline
         self._step_times = engine.loop.choice.step_times
         self._ids = itertools.count(1)
 
     def run(self, job: Job, limits: Limits, seed: int) -> JobResult:
-        """One run of the job from an empty prefix cache; equal seeds give equal prompts."""
+        """One run of the job from an empty prefix cache; equal seeds give equal prompts.
+
+        Raises:
+            TimeUp: the time was up before its end; the engine can be used again.
+        """
         loop, longest = self.engine.loop, self.engine.limits
         job = job.within(min(longest.max_model_len, longest.max_total_tokens) - 1)
         loop.choice.max_tokens = limits.chunk
@@ -118,7 +124,10 @@ class EngineBench:
         loop.reset_prefix_cache()
         run = _JobRun(self.engine, job, min(job.at_once, limits.rows), seed, self._ids)
         try:
-            return run.finish()
+            return run.finish(self._deadline)
+        except TimeUp:
+            run.abandon()
+            raise
         finally:
             loop.choice.max_tokens = loop.executor.buckets[-1]
             loop.choice.step_times = self._step_times
@@ -157,14 +166,23 @@ class _JobRun:
         self._itls_ms: list[float] = []
         self._requests_ms: list[float] = []
 
-    def finish(self) -> JobResult:
-        """Runs all conversations to their end."""
+    def abandon(self) -> None:
+        """Ends what runs."""
+        for request_id in self._turns:
+            self._loop.abort(request_id)
+        while self._loop.has_work:
+            self._loop.step()
+        self._loop.drain()
+
+    def finish(self, deadline: Deadline) -> JobResult:
+        """Runs all conversations to their end; raises `TimeUp` between two steps."""
         start = time.perf_counter()
         begun = min(self._at_once, self._job.num_conversations)
         for number in range(begun):
             self._submit(number, 0, self._shared)
         self._waiting = iter(range(begun, self._job.num_conversations))
         while self._loop.has_work:
+            deadline.check()
             self._take(self._loop.step())
         self._take(self._loop.drain())
         assert not self._turns, f"{len(self._turns)} requests did not end"

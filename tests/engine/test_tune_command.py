@@ -17,7 +17,7 @@ from compiled_engine.commands.flags import config_from_args
 from compiled_engine.config import EngineConfig
 from compiled_engine.settings_file import read_settings_file
 from compiled_engine.tune import stages, workloads
-from compiled_engine.tune.measure import EngineBench, Limits
+from compiled_engine.tune.measure import Deadline, EngineBench, Limits, TimeUp
 from compiled_engine.tune.workloads import Job
 from tests.helpers.commands import refusal, run
 from tests.helpers.engines import tiny_engine
@@ -72,7 +72,7 @@ def test_the_table_shows_every_candidate(model, few_runs, tmp_path, capsys):
 
 def test_smaller_steps_and_fewer_rows_are_limits_of_one_engine(model):
     engine = tiny_engine(model)
-    bench = EngineBench(engine)
+    bench = EngineBench(engine, Deadline(60))
     sizes, running = [], []
     launch = engine.loop.executor.launch
 
@@ -92,6 +92,18 @@ def test_smaller_steps_and_fewer_rows_are_limits_of_one_engine(model):
     bench.run(SMALL, Limits(chunk=64, limit_ms=None, rows=1), seed=1)
     assert max(sizes) == 64
     assert engine.loop.choice.max_tokens == engine.loop.executor.buckets[-1]
+
+
+def test_a_job_ends_with_the_time_and_leaves_the_engine_usable(model):
+    engine = tiny_engine(model)
+    seconds = iter(range(1000))
+    limits = Limits(chunk=64, limit_ms=None, rows=2)
+    with pytest.raises(TimeUp):
+        EngineBench(engine, Deadline(6, lambda: next(seconds))).run(SMALL, limits, seed=1)
+    assert next(seconds) < 12
+    assert not engine.loop.has_work
+    result = EngineBench(engine, Deadline(60)).run(SMALL, limits, seed=1)
+    assert len(result.requests_ms) == SMALL.num_conversations * SMALL.turns
 
 
 @pytest.mark.parametrize(
