@@ -14,7 +14,7 @@ CHUNK, LIMIT, ROWS, KERNELS = (
     "max_num_seqs",
     "kernel_objective",
 )
-LIMITS_MS = (50.0, 25.0, 15.0, 10.0)
+LIMITS_MS = (50.0, 20.0, 10.0)
 SMALLEST_CHUNK = 16
 # Of the KV pages an engine would have: room for two engines over one model, and their graphs.
 POOL_SHARE = 0.4

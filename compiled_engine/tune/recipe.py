@@ -97,6 +97,7 @@ def as_toml(recipe: Recipe) -> str:
     """TOML with the reasons as comments; defaults that are kept are comments too."""
     lines = [
         "# Written by `compiled-engine tune`; read by `--config FILE` of `serve` and the others.",
+        "# tok/s: tokens of prompts, cached ones too, and of answers; median (least to most).",
         "",
     ]
     values, defaults = recipe.values, {d.name: d.default for d in recipe.decisions}

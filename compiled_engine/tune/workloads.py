@@ -97,12 +97,12 @@ class Workload:
 
 
 _CROWD = {
-    "cuda": Job(num_conversations=512, at_once=512, first=256, output=64),
+    "cuda": Job(num_conversations=512, at_once=512, first=128, output=48),
     "cpu": Job(num_conversations=64, at_once=64, first=16, output=8),
 }
 _MAIN = {
     ("agentic", "cuda"): Job(
-        num_conversations=16, at_once=16, shared=2000, first=4000, later=400, turns=3, output=64
+        num_conversations=8, at_once=8, shared=1500, first=3000, later=400, turns=2, output=64
     ),
     ("agentic", "cpu"): Job(
         num_conversations=4, at_once=4, shared=128, first=384, later=64, turns=2, output=16

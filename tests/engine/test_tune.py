@@ -136,7 +136,7 @@ def test_throughput_on_a_gpu_tries_more_than_the_default():
     config = bench_config(EngineConfig(model="m"), here, found, wanted)
     assert (config.chunked_prefill_size, config.max_num_seqs) == (16384, 512)
     assert config.max_step_ms == LIMITS_MS[0]
-    assert config.max_total_tokens == 512 * (256 + 64 + 16)
+    assert config.max_total_tokens == 128 * (1024 + 128 + 16)
 
 
 def test_what_is_given_is_not_compared():
