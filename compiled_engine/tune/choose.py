@@ -15,6 +15,8 @@ from compiled_engine.bench.stats import percentile
 from compiled_engine.tune.measure import MIN_REPEATS, JobResult, Trial
 
 LEAST_MARGIN = 0.02
+# Noise beyond this says that something else ran on the machine.
+BUSY_MARGIN = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,8 @@ def choose_best(name: str, trials: Sequence[Trial[Any]], metric: Metric) -> Deci
     margin = _margin(scores[0], scores[best if best else _runner_up(scores, metric)])
     texts = [_described(trials[i].value, scores[i], metric, is_default=i == 0) for i in scores]
     verdict = f"{trials[best].value} is better" if best else "the default is kept"
+    if margin > BUSY_MARGIN and not best:
+        verdict = "the machine was too busy to tell, the default is kept"
     return Decision(
         name=name,
         default=default,

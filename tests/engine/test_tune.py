@@ -79,6 +79,7 @@ def test_what_may_be_noise_keeps_the_default(other):
 def test_the_default_s_own_spread_is_noise_too():
     decision = choose_best("x", [trial(512, 80, 100, 120), trial(256, 115, 116, 117)], TOKENS_PER_S)
     assert decision.value is None
+    assert decision.reason.endswith("the machine was too busy to tell, the default is kept")
 
 
 def test_of_equal_winners_the_one_next_to_the_default_is_taken():

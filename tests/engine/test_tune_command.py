@@ -19,6 +19,7 @@ from compiled_engine.settings_file import read_settings_file
 from compiled_engine.tune import stages, workloads
 from compiled_engine.tune.measure import Deadline, EngineBench, Limits, TimeUp
 from compiled_engine.tune.workloads import Job
+from tests.helpers import gpu_engine
 from tests.helpers.commands import refusal, run
 from tests.helpers.engines import tiny_engine
 from tests.helpers.tiny_model import write_tiny_model
@@ -181,6 +182,23 @@ def test_a_real_ctrl_c_ends_the_process(model, tmp_path):
     assert process.wait(timeout=30) == 130
     process.stderr.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_every_setting(few_runs, tmp_path, monkeypatch, capsys):
+    folder = write_tiny_model(tmp_path / "gpu", family="qwen3", **gpu_engine.SHAPE)
+    job = Job(num_conversations=4, at_once=4, shared=64, first=400, later=40, turns=2, output=16)
+    crowd = Job(num_conversations=40, at_once=40, first=32, output=8)
+    monkeypatch.setattr(workloads, "_MAIN", {("agentic", "cuda"): job})
+    monkeypatch.setattr(workloads, "_CROWD", {"cuda": crowd})
+    output = tmp_path / "t.toml"
+    cache = ["--cache-dir", str(tmp_path / "cache"), "--device", "cuda"]
+    document = run(capsys, "tune", folder, "--output", output, *cache)
+    assert document["not_measured"] == []
+    assert "50 ms: " in document["reasons"]["max_step_ms"]
+    answer = run(capsys, "bench", "throughput", folder, "--config", output, *cache,
+                 "--num-requests", "4")  # fmt: skip
+    assert answer["num_output_tokens"] == 4 * 64
 
 
 @pytest.mark.slow
