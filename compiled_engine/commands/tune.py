@@ -244,7 +244,7 @@ def _print_outcome(
 
     print_table(
         f"settings of {recipe.tuned.model} on {recipe.tuned.device}",
-        ("setting", "value", "tok/s", "ms between tokens, p50", "p99", "ms a request", ""),
+        ("setting", "value", "tok/s", "token ms p50", "p99", "request ms", ""),
         [row for decision in recipe.decisions for row in _rows(decision)],
     )
     for note in notes:
