@@ -20,6 +20,7 @@ from compiled_engine.commands import (
     kernels,
     quantize,
     serve,
+    tune,
     warmup,
 )
 from compiled_engine.commands.flags import EXIT_BAD_CONFIG, FlagParser
@@ -31,8 +32,8 @@ EXIT_INTERRUPTED = 130
 _EPILOG = """\
 exit codes:
   0    done; for serve: stopped by SIGTERM or Ctrl-C after the running answers had ended
-  1    the work failed (generate, bench), a kernel differs from its reference (kernels check), an
-       entry is bad (cache verify), a start would compile (warmup --check)
+  1    the work failed (generate, bench, tune), a kernel differs from its reference (kernels check),
+       an entry is bad (cache verify), a start would compile (warmup --check)
   2    a flag, model folder, port or environment cannot work; one line says what to change
   3    serve: the engine process died
   128+N  ended at once by a second signal N
@@ -53,6 +54,7 @@ def build_parser() -> tuple[FlagParser, dict[str, FlagParser]]:
         ("serve", serve),
         ("generate", generate),
         ("warmup", warmup),
+        ("tune", tune),
         ("quantize", quantize),
         ("info", info),
         ("explain", explain),

@@ -92,6 +92,8 @@ class EngineConfig:
             the winners in cache_dir, the default is latency; compiled pieces only.
         kernel_config: TOML or JSON file with `objective` and a table `kernels` of FAMILY = NAME;
             flags win over it.
+        config_file: TOML or JSON file with values of these settings by name, as `tune` writes it;
+            flags win over it. Its values have been taken in by whoever made this config.
         seed: seeds dummy weights, and the seeds of requests that bring none.
         trust_remote_code: allow Python code shipped inside a model folder.
         allow_pickle: allow `.bin` / `.pt` weights, which can run code while they are read.
@@ -135,6 +137,7 @@ class EngineConfig:
     kernels: tuple[str, ...] = ()
     kernel_objective: KernelObjective | None = None
     kernel_config: Path | None = None
+    config_file: Path | None = None
     seed: int = 0
     trust_remote_code: bool = False
     allow_pickle: bool = False
@@ -273,7 +276,7 @@ def config_to_json(config: EngineConfig) -> str:
 def config_from_json(text: str) -> EngineConfig:
     """The inverse of `config_to_json`."""
     fields = json.loads(text)
-    for name in ("cache_dir", "dump_graphs", "kernel_config"):
+    for name in ("cache_dir", "dump_graphs", "kernel_config", "config_file"):
         fields[name] = None if fields[name] is None else Path(fields[name])
     for name in ("disable_passes", "enable_passes", "kernels"):
         fields[name] = tuple(fields[name])

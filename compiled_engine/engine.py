@@ -64,6 +64,7 @@ from compiled_engine.start_times import StartPhase
 from compiled_engine.step import StepExecutor
 from compiled_engine.step_times import StepTimes
 from compiled_engine.tokenizer import Tokenizer, has_tokenizer
+from compiled_engine.tuned_for import warn_if_tuned_elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +112,12 @@ class Engine:
             self._later.close()
 
 
-def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
+def build_engine(
+    config: EngineConfig, progress: BuildProgress, *, loaded: CausalLM | None = None
+) -> Engine:
     """Loads, allocates and compiles. Blocks until the first request can be served.
+
+    `loaded` is the model of another engine of this process, if its weights shall not be read again.
 
     Raises:
         ConfigError: whatever of the config or the model folder cannot work.
@@ -130,10 +135,11 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     with building_ahead(here, device, report, meter.note_missing) as wait_for_build:
         with driver.times.measure("load"):
             model_config = model_config_of(config, folder, Target.of(device))
-            model = _load_model(config, model_config, folder, device, progress)
+            model = loaded or _load_model(config, model_config, folder, device, progress)
         with driver.times.measure(AHEAD):
             wait_for_build()
     model_config = model.config
+    warn_if_tuned_elsewhere(config, model_config, device)
     needs, reserved = None, 0
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(config.gpu_memory_utilization, device)
@@ -158,19 +164,26 @@ def build_engine(config: EngineConfig, progress: BuildProgress) -> Engine:
     loop = _make_loop(config, model_config, settings, executor)
     memory = None
     if needs is not None:
-        memory = memory_table(
-            device,
-            config.gpu_memory_utilization,
-            weights=weight_bytes(model),
-            kv=cache_geometry(config, model_config, settings.dtype).page_bytes * shape.num_pages,
-            needs=needs,
-        )
+        memory = _memory_table(config, settings, executor, needs)
     if driver.store is not None:
         if needs is not None:
             keep_needs(driver.store, _needs_name(config), needs)
         if not is_later:
             driver.store.finish(used_files(driver, config.cache_dir))
     return Engine(settings, driver, loop, memory, meter.phases(driver), later)
+
+
+def _memory_table(
+    config: EngineConfig, settings: Settings, executor: StepExecutor, needs: MemoryNeeds
+) -> MemoryTable:
+    geometry = cache_geometry(config, executor.model.config, settings.dtype)
+    return memory_table(
+        settings.device,
+        config.gpu_memory_utilization,
+        weights=weight_bytes(executor.model),
+        kv=geometry.page_bytes * executor.shape.num_pages,
+        needs=needs,
+    )
 
 
 def _serving_plain(

@@ -57,6 +57,7 @@ IRRELEVANT_FIELDS = {
     "device_loop": "a graph around captured steps",
     "max_step_ms": "how long a chunk the host asks for",
     "dump_graphs": "caches are neither read nor written then",
+    "config_file": "its values enter one by one",
     "seed": "a number that code is given",
     "trust_remote_code": "the code itself is hashed",
     "allow_pickle": "which weight files may be read",

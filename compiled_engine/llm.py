@@ -28,6 +28,7 @@ from compiled_engine.request import (
     validate_request,
 )
 from compiled_engine.settings import BuildProgress
+from compiled_engine.settings_file import with_file
 from compiled_engine.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -71,7 +72,7 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, progress: BuildProgress | None = None, **options: Any
     ) -> None:
-        self.config = EngineConfig(model=model or DEFAULT_MODEL, **options)
+        self.config = EngineConfig(model=model or DEFAULT_MODEL, **with_file(options))
         self.engine: Engine = build_engine(self.config, progress or (lambda *_: None))
         self.tokenizer = Tokenizer.from_folder(
             self.engine.settings.tokenizer_folder, trust_remote_code=self.config.trust_remote_code

@@ -52,6 +52,10 @@ class StepChoice:
         executor: whose steps.
         guess: what prompts on their way will find cached.
         step_times: limits the time of mixed steps; None does not.
+
+    Attributes:
+        max_tokens: places that a step where prompts wait has at most; what an engine was built for,
+            or fewer, to see how it would do with those.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class StepChoice:
         self._executor = executor
         self._guess = guess
         self.step_times = step_times
+        self.max_tokens = executor.buckets[-1]
 
     def choose(self, seen: Seen, variant: Variant) -> StepKey:
         """The step to launch where prompts wait: places for what the device could use.
@@ -69,7 +74,7 @@ class StepChoice:
         """
         executor = self._executor
         if executor.reads_plans:
-            return executor.key_of(executor.buckets[-1], variant, is_mixed=True)
+            return executor.key_of(self.max_tokens, variant, is_mixed=True)
         wanted = seen.num_live + seen.num_ungranted + seen.num_forced
         if seen.counts[COUNT_RESIDENT_ROWS] < seen.num_seats:
             wanted += self._guess.num_needed()
@@ -78,7 +83,7 @@ class StepChoice:
         if self.step_times is not None and seen.num_live > len(seen.unstarted):
             most = self.step_times.most_tokens(_context(seen))
             wanted = min(wanted, max(most, seen.num_live))
-        return executor.key_of(wanted, variant, is_mixed=True)
+        return executor.key_of(min(wanted, self.max_tokens), variant, is_mixed=True)
 
     def learn(self, seen: Seen, key: StepKey, seconds: float) -> None:
         """Notes what a mixed step took."""

@@ -47,6 +47,10 @@ class StepTimes:
         self._base_s = dict(sorted(base_s.items()))
         self._attention_s = attention_s
 
+    def with_limit(self, limit_s: float) -> StepTimes:
+        """The same measurements and another limit."""
+        return StepTimes(limit_s, self._base_s, self._attention_s)
+
     def estimate(self, num_tokens: int, context: int) -> float:
         """Seconds of a step of one of the measured sizes."""
         return self._base_s[num_tokens] + self._attention_s * num_tokens * context

@@ -18,7 +18,7 @@ import platform
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -59,6 +59,7 @@ class KernelTuner:
         num_known: questions that the file answered.
         num_measured: those that took a measurement.
         seconds: that these took.
+        asked: what they were about, as `bucket_key` spells it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,6 +70,14 @@ class KernelTuner:
         self.num_known = 0
         self.num_measured = 0
         self.seconds = 0.0
+        self.asked: set[str] = set()
+
+    @property
+    def entries(self) -> Mapping[str, Measured]:
+        """Everything the file holds, of every model, by `bucket_key`."""
+        if not self._generation:
+            self._load()
+        return self._entries
 
     @property
     def generation(self) -> str:
@@ -90,6 +99,7 @@ class KernelTuner:
         """The fastest candidate for the query, from the file or by a measurement."""
         family = next(f for f in families.FAMILIES if f.place == query.place)
         key = bucket_key(query, fitting, family)
+        self.asked.add(key)
         if not self._generation:
             self._load()
         if key not in self._entries:

@@ -41,6 +41,18 @@ class ModelShape:
         """What the engine is told besides the folder."""
         return {"quantization": self.quantization, "quantize_lm_head": self.quantizes_head}
 
+    @property
+    def flags(self) -> list[str]:
+        """The same as flags of a command that starts an engine."""
+        flags = ["--load-format", "dummy"]
+        for name, value in self.options.items():
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(value, bool):
+                flags += [flag] if value else []
+            else:
+                flags += [flag, str(value)]
+        return flags
+
     @cached_property
     def costs(self) -> Costs:
         """What its parts weigh and compute."""

@@ -96,13 +96,7 @@ def prepared(model: str, place: Path) -> tuple[str, list[str]]:
     if model not in SHAPES:
         return str(resolve_model(model, default_cache_dir())), []
     shape = SHAPES[model]
-    flags = ["--load-format", "dummy", "--max-model-len", "8192"]
-    for name, value in shape.options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            flags += [flag] if value else []
-        else:
-            flags += [flag, str(value)]
+    flags = [*shape.flags, "--max-model-len", "8192"]
     return str(write_folder(place / "model", shape.config)), flags
 
 

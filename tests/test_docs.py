@@ -92,6 +92,7 @@ def test_the_readme_lists_every_flag_with_its_default(config):
                 "disable-passes": "disable-pass",
                 "enable-passes": "enable-pass",
                 "kernels": "kernel",
+                "config-file": "config",
             }.get(flag, flag),
         ]
         found = next((name for name in names if name in rows), None)

@@ -52,6 +52,7 @@ BASE = (
     "cache_folders",
     "start_times",
     "trusted_files",
+    "settings_file",
 )
 # Triton loads it by its name, when it first looks for a kernel.
 OF_TRITON = ("triton_cache",)
@@ -140,6 +141,9 @@ LAYERS: tuple[Layer, ...] = (
             "explain.*",
             "bench",
             "bench.*",
+            "tune",
+            "tune.*",
+            "tuned_for",
         ),
         own=True,
     ),

@@ -6,6 +6,7 @@ Owns the flags and the output: a table, and as the last line of standard output 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
@@ -18,7 +19,7 @@ from compiled_engine.commands.flags import (
     attribute_texts,
     config_from_args,
 )
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, config_to_json
 from compiled_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -194,8 +195,7 @@ def _check_counts(args: argparse.Namespace, *names: str) -> None:
 
 
 def _document(kind: str, config: EngineConfig, **result: Any) -> dict[str, Any]:
-    shown = asdict(config) | {"cache_dir": str(config.cache_dir)}
-    return {"bench": kind, "config": shown, **result}
+    return {"bench": kind, "config": json.loads(config_to_json(config)), **result}
 
 
 @contextmanager

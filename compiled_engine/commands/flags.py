@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from compiled_engine.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from compiled_engine.settings_file import with_file
 
 EXIT_BAD_CONFIG = 2
 
@@ -27,6 +28,7 @@ C = TypeVar("C", EngineConfig, ServerConfig)
 # Field -> its flags, where they are not the field's name with dashes. The second names are those
 # that vLLM uses for the same thing.
 _FLAGS: dict[str, tuple[str, ...]] = {
+    "config_file": ("--config",),
     "chunked_prefill_size": ("--chunked-prefill-size", "--max-num-batched-tokens"),
     "disable_passes": ("--disable-pass",),
     "enable_passes": ("--enable-pass",),
@@ -96,16 +98,18 @@ def add_config_arguments(
 
 
 def config_from_args(config_class: type[C], args: argparse.Namespace) -> C:
-    """The config of the flags that were given; all other fields keep their defaults.
+    """The config of the flags that were given, and for the engine of the file of `--config`.
+
+    All other fields keep their defaults.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or the file cannot be used.
     """
     given = {f.name: getattr(args, f.name) for f in fields(config_class) if f.name in args}
     for name in ("disable_passes", "enable_passes", "kernels"):
         if name in given:
             given[name] = tuple(given[name])
-    return config_class(**given)
+    return config_class(**(with_file(given) if config_class is EngineConfig else given))
 
 
 def flags_of(name: str) -> tuple[str, ...]:

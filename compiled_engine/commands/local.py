@@ -12,6 +12,7 @@ from compiled_engine.config import EngineConfig
 if TYPE_CHECKING:
     from compiled_engine.engine import Engine
     from compiled_engine.loop import StepLoop
+    from compiled_engine.models import CausalLM
     from compiled_engine.request import TokenEvent
 
 OnReport = Callable[[str, str, int, int], None]
@@ -23,6 +24,7 @@ def open_engine(
     is_quiet: bool = False,
     on_report: OnReport | None = None,
     progress_class: type[PhaseProgress] = PhaseProgress,
+    loaded: CausalLM | None = None,
 ) -> Engine:
     """Builds an engine with progress on standard error.
 
@@ -31,6 +33,7 @@ def open_engine(
         is_quiet: leave the table of settings out.
         on_report: also called with each progress report.
         progress_class: how progress is shown.
+        loaded: the model of another engine, as `build_engine` takes it.
     """
     from compiled_engine.device import device_note
     from compiled_engine.engine import build_engine
@@ -48,7 +51,7 @@ def open_engine(
             if on_report is not None:
                 on_report(phase, label, done, total)
 
-        engine = build_engine(config, report)
+        engine = build_engine(config, report, loaded=loaded)
     if engine.memory is not None and not is_quiet:
         print_memory(console, dict(engine.memory.rows()))
     return engine

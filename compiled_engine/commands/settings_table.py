@@ -14,6 +14,7 @@ from compiled_engine.config import EngineConfig, ServerConfig
 from compiled_engine.start_times import StartPhase
 
 _SECRET_FIELDS = frozenset({"api_key"})
+_NONE_IS_NOTHING = frozenset({"api_key", "tokenizer", "served_model_name", "config_file"})
 
 
 def print_settings(console: Console, *configs: EngineConfig | ServerConfig) -> None:
@@ -68,7 +69,7 @@ def print_start(console: Console, phases: Iterable[StartPhase]) -> None:
 
 def _shown(name: str, value: Any) -> str:
     if value is None:
-        return "-" if name in ("api_key", "tokenizer", "served_model_name") else "auto"
+        return "-" if name in _NONE_IS_NOTHING else "auto"
     if name in _SECRET_FIELDS:
         return "(set)"
     if isinstance(value, bool):

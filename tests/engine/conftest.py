@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-SINGLE_THREAD = ("test_scheduler", "test_inbox", "test_layout")
+SINGLE_THREAD = ("test_scheduler", "test_inbox", "test_layout", "test_tune")
 
 
 @pytest.fixture(autouse=True)

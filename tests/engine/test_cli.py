@@ -60,6 +60,7 @@ ENGINE_VALUES = {
     "kernels": ("attention=torch", ("attention=torch",)),
     "kernel_objective": ("determinism", "determinism"),
     "kernel_config": ("/kernels.toml", Path("/kernels.toml")),
+    "config_file": ("/dev/null", Path("/dev/null")),
     "seed": ("5", 5),
     "trust_remote_code": (None, True),
     "allow_pickle": (None, True),

@@ -74,6 +74,7 @@ ELSEWHERE = {
     "kernel_config": "test_a_kernel_file_counts_by_its_contents",
     "tokenizer": "test_a_tokenizer_elsewhere_is_the_same_key",
     "cache_dir": "test_where_things_lie_is_no_part",
+    "config_file": "read before there is a config",
     "enforce_eager": "nothing is compiled",
     "dump_graphs": "caches are neither read nor written",
     "device": "GPU only",

@@ -1,0 +1,1 @@
+"""Settings by measurement: what `compiled-engine tune` runs."""
