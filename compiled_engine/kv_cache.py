@@ -46,32 +46,37 @@ def choose_num_pages(
     max_model_len: int,
     max_num_seqs: int,
     available_bytes: int,
+    sums: str = "",
 ) -> int:
     """Pages of the pool, the null page included.
 
     Takes `max_total_tokens` if given, else what fits into `available_bytes`, and never more than
-    all rows at full length could use.
+    all rows at full length could use. `sums` says in an error where memory went.
 
     Raises:
         ConfigError: not even one page and the null page fit.
     """
     most = max_num_seqs * -(-max_model_len // geometry.page_size)
     fitting = available_bytes // geometry.page_bytes - 1
-    if max_total_tokens is None:
-        pages = min(most, fitting)
-    else:
-        pages = max_total_tokens // geometry.page_size
-        if pages > fitting:
-            raise ConfigError(
-                f"--max-total-tokens {max_total_tokens} needs {pages * geometry.page_bytes} "
-                f"bytes of KV cache, {available_bytes} are available: lower it to "
-                f"{max(fitting, 0) * geometry.page_size}",
-                param="max_total_tokens",
-            )
-    if pages < 1:
+    if fitting < 1:
         raise ConfigError(
             f"no room for a KV page: {available_bytes} bytes are available and a page takes "
-            f"{geometry.page_bytes}; lower --block-size or free memory",
+            f"{geometry.page_bytes}; lower --block-size or free memory{sums}",
+            param="gpu_memory_utilization" if sums else "max_total_tokens",
+        )
+    if max_total_tokens is None:
+        return min(most, fitting) + 1
+    pages = max_total_tokens // geometry.page_size
+    if pages > fitting:
+        raise ConfigError(
+            f"--max-total-tokens {max_total_tokens} needs {pages * geometry.page_bytes} "
+            f"bytes of KV cache, {available_bytes} are available: lower it to "
+            f"{fitting * geometry.page_size}{sums}",
+            param="max_total_tokens",
+        )
+    if pages < 1:
+        raise ConfigError(
+            f"--max-total-tokens {max_total_tokens} is no page of {geometry.page_size} tokens",
             param="max_total_tokens",
         )
     return pages + 1
@@ -87,6 +92,19 @@ def allocate(
         return torch.zeros(shape, dtype=geometry.dtype, device=device)
 
     return tuple(LayerCache(zeros(), zeros()) for _ in range(geometry.num_layers))
+
+
+def memory_sums(device: torch.device, utilization: float, reserved_bytes: int) -> str:
+    """Where a GPU's memory goes, and what would change it, to end an error with."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    gib = [n / 2**30 for n in (total, total * utilization, total - free, reserved_bytes)]
+    return (
+        f". Of {gib[0]:.1f} GiB --gpu-memory-utilization {utilization:g} allows {gib[1]:.1f}; "
+        f"{gib[2]:.1f} are in use, weights and other processes among them, and steps and graphs "
+        f"need {gib[3]:.1f}, less with a smaller --chunked-prefill-size or --max-num-seqs"
+    )
 
 
 def available_bytes(device: torch.device, utilization: float, *, is_size_given: bool) -> int:

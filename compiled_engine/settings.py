@@ -16,7 +16,12 @@ from compiled_engine.custom_ops.quant_fp4 import FP4_ARCH
 from compiled_engine.custom_ops.registry import Target
 from compiled_engine.device import pick_device
 from compiled_engine.errors import ConfigError
-from compiled_engine.kv_cache import CacheGeometry, available_bytes, choose_num_pages
+from compiled_engine.kv_cache import (
+    CacheGeometry,
+    available_bytes,
+    choose_num_pages,
+    memory_sums,
+)
 from compiled_engine.models import CausalLM, HfModelConfig, ModelConfig, model_class
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.quant_plan import (
@@ -367,6 +372,7 @@ def _fitting_pages(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         available_bytes=max(0, free - reserved_bytes),
+        sums=memory_sums(device, config.gpu_memory_utilization, reserved_bytes),
     )
 
 

@@ -10,9 +10,12 @@ import msgspec
 import pytest
 import torch
 
+from compiled_engine import engine as build
 from compiled_engine.engine import Engine
+from compiled_engine.errors import ConfigError
 from compiled_engine.faults import Fault
 from compiled_engine.ipc import ClientFrame
+from compiled_engine.memory import MemoryNeeds
 from compiled_engine.request import Request, SamplingParams, ThinkingBudget
 from compiled_engine.tokenizer import Tokenizer
 from tests.helpers.engines import assert_idle, run_requests, tiny_engine
@@ -192,10 +195,20 @@ def test_gpu_memory_stays_below_the_ceiling(compiled, folder):
     assert torch.cuda.max_memory_reserved() <= total * ceiling
 
 
+@pytest.fixture
+def own_ceiling():
+    """Takes back the limit on the process's memory that a start sets."""
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 @pytest.mark.parametrize("mode", ["full", "piecewise", "none"])
-def test_gpu_a_start_that_has_the_device_alone_fits_below_its_ceiling(mode, tmp_path, monkeypatch):
+def test_gpu_a_start_that_has_the_device_alone_fits_below_its_ceiling(
+    mode, tmp_path, monkeypatch, own_ceiling
+):
     wide = {"intermediate_size": 16384, "num_hidden_layers": 1}  # steps need 0.5 GiB
-    folder = write_tiny_model(tmp_path / "wide", family="qwen3", **{**SHAPE, **wide})
+    heads = {"num_key_value_heads": 8, "head_dim": 128}  # rows at full length 2 GiB
+    folder = write_tiny_model(tmp_path / "wide", family="qwen3", **{**SHAPE, **wide, **heads})
     total = torch.cuda.mem_get_info()[1]
 
     def alone(device: Any = None) -> tuple[int, int]:
@@ -205,20 +218,47 @@ def test_gpu_a_start_that_has_the_device_alone_fits_below_its_ceiling(mode, tmp_
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     monkeypatch.setattr(torch.cuda, "mem_get_info", alone)
+    probes, probe = [], build._probe_memory
+
+    def noted(*given: Any) -> MemoryNeeds:
+        probes.append(probe(*given))
+        return probes[-1]
+
+    monkeypatch.setattr(build, "_probe_memory", noted)
     options = {
         "cudagraph_mode": mode,
         "chunked_prefill_size": 4096,
+        "max_num_seqs": 256,
+        "max_model_len": 2048,
         "max_total_tokens": None,
-        "gpu_memory_utilization": (before + 3 * 2**30) / total,
+        "gpu_memory_utilization": (before + 5 * 2**29) / total,
         "enforce_eager": True,
     }
     made = tiny_engine(folder, **{**OPTIONS, **options})
     assert made.memory is not None
-    assert made.memory.kv > 2**30  # of what steps leave
+    assert 2**29 < made.memory.kv < 2**31  # what steps leave, and not all that rows could use
     biased = msgspec.structs.replace(GREEDY, logit_bias={7: 5.0})
     for params in (GREEDY, biased):
         run_requests(made, prompts_of(43, *([900] * 6)), params)
-    assert not made.loop.executor._uncaptured
+    executor = made.loop.executor
+    assert not executor._uncaptured
+    if mode == "none":
+        return
+    # The estimate, and what captured steps really hold: within 10 % or 256 MiB.
+    (needs,) = probes
+    pool = tuple(executor._graphs._pool)
+    segments = torch.cuda.memory_snapshot()
+    held = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == pool)
+    assert held > 0
+    assert abs(needs.pool - held) <= max(needs.pool / 10, 2**28)
+
+
+def test_gpu_a_start_that_cannot_fit_ends_with_the_sums(folder, own_ceiling):
+    options = {"max_total_tokens": None, "gpu_memory_utilization": 0.001}
+    with pytest.raises(
+        ConfigError, match=r"--gpu-memory-utilization 0\.001 allows 0\.1; .* in use"
+    ):
+        tiny_engine(folder, **{**OPTIONS, **options})
 
 
 @pytest.mark.parametrize(
