@@ -196,6 +196,24 @@ def test_an_entry_that_cannot_run_is_dropped_and_compiled(
     assert reason in store.dropped["piece"]
 
 
+@pytest.mark.parametrize(
+    "error", [ImportError("cannot map segment"), OSError("no /proc"), MemoryError("none left")]
+)
+def test_an_entry_that_cannot_be_loaded_just_now_stays(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("compiled_engine.compile.program._load_call", fail)
+    store = Memory()
+    store.save("piece", program().to_bytes())
+    assert not made(summed, store).preload()
+    assert not store.dropped
+    assert "piece" in store.entries
+    assert f"cannot be loaded: {error}; it is compiled again" in caplog.text
+
+
 def test_other_parameters_than_it_was_made_for_are_refused():
     with pytest.raises(ProgramError, match="no parameters pair"):
         LoadedProgram(program(), ["x"])
