@@ -18,6 +18,7 @@ from compiled_engine.errors import ConfigError
 from compiled_engine.settings import check_options
 from tests.helpers.engines import run_requests, tiny_engine
 from tests.helpers.tiny_model import write_tiny_model
+from tests.helpers.turned_engine import TurnedEngine
 
 PROMPTS = [[5, 6, 7], list(range(40)), [9] * 17]
 
@@ -75,6 +76,14 @@ def test_plain_code_goes_on_where_pieces_are_missing(
     assert processes.is_closed
     assert executor.pieces is before
     assert "layer_one could not be compiled" in caplog.text
+
+
+def test_an_idle_engine_takes_up_what_was_compiled(tmp_path: Path):
+    engine = TurnedEngine(tiny_engine(write_tiny_model(tmp_path / "model")))
+    seen = []
+    engine.loop.executor.before_launch = lambda: seen.append(engine.loop.has_work)
+    engine.turn()
+    assert seen == [False]
 
 
 def test_nothing_missing_means_nothing_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
