@@ -31,6 +31,7 @@ from compiled_engine.compile.torch_compat import (
     apply_marks,
     inductor_backend,
     input_sources,
+    noted_matches,
     with_own_code,
 )
 from compiled_engine.counters import CompileCounters
@@ -144,6 +145,7 @@ class Piece:
 
     def _compile(self, *arguments: Any) -> Any:
         before = dict(self._counters.num_matches), self._counters.num_expansions
+        noted = noted_matches()
         capture = _Capture()
         apply_marks(arguments)
         traced = torch.compile(
@@ -154,12 +156,24 @@ class Piece:
         )
         try:
             returned = traced(*arguments)
+            self._count_what_was_cached(noted, before)
             self.loaded = self._recorded(capture, returned, arguments, before)
             if self.loaded is None:
                 self._traced = traced
         finally:
             capture.forget()
         return returned
+
+    def _count_what_was_cached(
+        self, noted: dict[str, int], before: tuple[dict[str, int], int]
+    ) -> None:
+        """Counts matches in what Inductor took from its cache: no pass ran over that here."""
+        counted = self._counters.matches_since(before[0])
+        counted["expand"] = self._counters.num_expansions - before[1]
+        for name, total in noted_matches().items():
+            rest = total - noted.get(name, 0) - counted.get(name, 0)
+            if rest:
+                self._counters.count_pass(name, rest, 0.0)
 
     def _recorded(
         self,
