@@ -168,17 +168,17 @@ def building_ahead(
 
 
 def is_missing(config: EngineConfig) -> bool:
-    """Whether a start would compile something that can be kept."""
+    """Whether a start would make something that can be kept, and made by another process."""
     return bool(missing_parts(config))
 
 
 def missing_parts(config: EngineConfig) -> list[tuple[str, str]]:
-    """What a start would compile that can be kept, and why."""
+    """What a start would make that can be kept, and made by another process, and why."""
     if not keeps_pieces(config):
         return []
     from compiled_engine.start_check import check_start
 
-    return list(check_start(config).problems)
+    return list(check_start(config).missing)
 
 
 def _is_foreign(config: EngineConfig) -> bool:
