@@ -119,6 +119,11 @@ class BuildProcesses:
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
             self._warn(num_failed, f"failed ({lines[-1] if lines else 'no message'})")
 
+    @property
+    def unkept(self) -> frozenset[str]:
+        """Pieces that they compiled and that cannot be kept."""
+        return frozenset(self._counter.unkept)
+
     def _warn(self, count: int, what: str) -> None:
         logger.warning(
             "%d of %d processes that compile ahead %s: what they did not make is compiled by the "
@@ -249,6 +254,7 @@ class _Counter:
     """Counts parts as processes report them."""
 
     def __init__(self, total: int, report: Report) -> None:
+        self.unkept: set[str] = set()
         self._done = 0
         self._total = total
         self._report = report
@@ -275,6 +281,8 @@ class _Counter:
             self._done += 1
             done = min(self._done, self._total)
             try:
-                self._report(f"{json.loads(line)['part']}, in a process", done, self._total)
+                made = json.loads(line)
+                self.unkept.update(made.get("unkept", ()))
+                self._report(f"{made['part']}, in a process", done, self._total)
             except Exception:
                 logger.exception("a compiled part could not be reported")

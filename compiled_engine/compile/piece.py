@@ -125,6 +125,15 @@ class Piece:
             self.loaded = self._from_store()
         return self.loaded is not None
 
+    def stay_plain(self) -> None:
+        """Has the function itself called from here on: nothing is compiled for it."""
+        self._traced = self._function
+
+    @property
+    def is_unkept(self) -> bool:
+        """Whether what was compiled for it could not be made a program."""
+        return self._traced is not None or isinstance(self.loaded, Captured)
+
     def _from_store(self) -> LoadedProgram | None:
         data = None if self._store is None else self._store.load(self.name)
         if data is None:

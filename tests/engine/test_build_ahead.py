@@ -185,6 +185,14 @@ def test_a_process_that_makes_something_now_and_then_is_waited_for(
     assert not caplog.text
 
 
+def test_processes_say_what_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    lines = ['{"part": "a", "unkept": []}', '{"part": "b", "unkept": ["head"]}', SAYS]
+    made, _ = processes_of(monkeypatch, tmp_path, f"print(*{lines!r}, sep=chr(10))")
+    made.wait()
+    made.close()
+    assert made.unkept == {"head"}
+
+
 def test_what_a_process_leaves_behind_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

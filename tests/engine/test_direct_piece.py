@@ -97,6 +97,7 @@ def test_what_cannot_be_recorded_runs_and_is_counted(
     for _ in range(2):
         assert torch.equal(piece(*arguments)[0], layer(*arguments)[0])
     assert isinstance(piece.loaded, Captured)
+    assert piece.is_unkept
     assert piece._counters.num_unrecorded == 1
     assert not store.entries
     assert "compiled again at every start" in caplog.text
@@ -290,6 +291,7 @@ def test_what_inductor_made_runs_in_another_process_without_it(tmp_path: Path):
     mark_any_size(x, 0)
     piece(pair, x)
     assert isinstance(piece.loaded, LoadedProgram)
+    assert not piece.is_unkept
     (second, new), _ = piece(pair, torch.ones(9))
     assert second is pair.v_cache
     assert torch.allclose(new, torch.tanh(torch.ones(9)) * 2)
