@@ -19,11 +19,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import IO
 
 import torch
 
 from compiled_engine.build_parts import list_parts
+from compiled_engine.cache_folders import write_problem
 from compiled_engine.config import EngineConfig, config_to_json
 from compiled_engine.key_parts import keeps_pieces
 from compiled_engine.models import HfModelConfig
@@ -179,7 +181,7 @@ def is_missing(config: EngineConfig) -> bool:
 
 def missing_parts(config: EngineConfig) -> list[tuple[str, str]]:
     """What a start would make that can be kept, and made by another process, and why."""
-    if not keeps_pieces(config):
+    if not keeps_pieces(config) or write_problem(Path(config.cache_dir)):
         return []
     from compiled_engine.start_check import check_start
 

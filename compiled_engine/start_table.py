@@ -20,7 +20,6 @@ from compiled_engine.memory import is_needs
 from compiled_engine.start_times import OTHER, StartPhase, StartTimes
 
 AHEAD = "processes that compile"
-# Of the entry with the needs of memory.
 # In the order of the table; phases that others measure by another name come behind them.
 PHASES = (
     "imports",

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from compiled_engine.cache_folders import make_room_for_compilers
 from compiled_engine.compile.program import (
     LoadedProgram,
     Program,
@@ -156,6 +157,7 @@ class Piece:
         before = dict(self._counters.num_matches), self._counters.num_expansions
         noted = noted_matches()
         capture = _Capture()
+        make_room_for_compilers()
         apply_marks(arguments)
         traced = torch.compile(
             with_own_code(self._function, self.name),

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from compiled_engine.cache_folders import PROGRAMS
+from compiled_engine.cache_folders import PROGRAMS, warn_unkept
 from compiled_engine.compile.start_key import StartKey
 from compiled_engine.trusted_files import (
     FileIdentity,
@@ -175,11 +175,7 @@ class EntryStore:
             return
         except OSError as error:
             self._can_write = False
-            logger.warning(
-                "%s cannot be written (%s): what is compiled now is compiled again at the next "
-                "start",
-                self.folder, error,
-            )  # fmt: skip
+            warn_unkept(self._place[0], str(error))
             return
         self.counters.num_saved += 1
         self.counters.bytes_written += len(data)
