@@ -14,15 +14,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import IO
 
 import torch
 
 from compiled_engine.build_parts import list_parts
+from compiled_engine.cache_folders import write_problem
 from compiled_engine.config import EngineConfig, config_to_json
 from compiled_engine.key_parts import keeps_pieces
 from compiled_engine.models import HfModelConfig
@@ -33,6 +36,11 @@ logger = logging.getLogger(__name__)
 # Processes on a GPU: each holds a context and a layer or two, beside the model itself.
 MOST_ON_GPU = 8
 CORES_EACH = 2
+# The longest that a part takes on a slow machine, and some.
+MOST_QUIET_S = 1200.0
+POLL_S = 0.02
+# A process that was killed is gone by then, and what it had written is read.
+LINGER_S = 5.0
 
 Report = Callable[[str, int, int], None]
 
@@ -80,7 +88,7 @@ class BuildProcesses:
         self._readers: list[threading.Thread] = []
         # Also when nobody closes it: with the object, or with this process.
         self.close = weakref.finalize(self, _close, self._workers, self._readers, self._errors)
-        counter = _Counter(total, report)
+        self._counter = counter = _Counter(total, report)
         for index in range(jobs):
             worker = _launch(text, index, jobs, self._errors)
             self._workers.append(worker)
@@ -88,24 +96,42 @@ class BuildProcesses:
             self._readers[-1].start()
 
     def is_done(self) -> bool:
-        """Whether all of them have ended."""
-        return all(worker.poll() is not None for worker in self._workers)
+        """Whether all of them have ended, or are given up."""
+        return self._counter.is_stuck or None not in map(_exit_code, self._workers)
 
     def wait(self) -> None:
-        """Waits until all of them have ended, and says which failed."""
+        """Waits until all of them have ended, and says which failed.
+
+        They are given up where none has made anything for `MOST_QUIET_S`.
+        """
+        while not self.is_done():
+            time.sleep(POLL_S)
+        codes = [_exit_code(worker) for worker in self._workers]
+        for worker in self._workers:
+            _kill(worker)
         for reader in self._readers:
-            reader.join()
-        failed = [worker.wait() for worker in self._workers]
-        if any(failed):
+            reader.join(LINGER_S)
+        if None in codes:
+            self._warn(
+                codes.count(None), f"have made nothing for {MOST_QUIET_S:.0f} s and are ended"
+            )
+        num_failed = sum(code not in (0, None) for code in codes)
+        if num_failed:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            logger.warning(
-                "%d of %d processes that compile ahead failed (%s): what they did not make is "
-                "compiled by the next start, or by this one if it waits for it",
-                sum(code != 0 for code in failed),
-                len(failed),
-                lines[-1] if lines else "no message",
-            )
+            self._warn(num_failed, f"failed ({lines[-1] if lines else 'no message'})")
+
+    @property
+    def unkept(self) -> frozenset[str]:
+        """Pieces that they compiled and that cannot be kept."""
+        return frozenset(self._counter.unkept)
+
+    def _warn(self, count: int, what: str) -> None:
+        logger.warning(
+            "%d of %d processes that compile ahead %s: what they did not make is compiled by the "
+            "next start, or by this one if it waits for it",
+            count, len(self._workers), what,
+        )  # fmt: skip
 
 
 def _close(
@@ -115,7 +141,7 @@ def _close(
         _end(worker)
     for reader in readers:
         if reader is not threading.current_thread():
-            reader.join()
+            reader.join(LINGER_S)
     errors.close()
 
 
@@ -149,17 +175,17 @@ def building_ahead(
 
 
 def is_missing(config: EngineConfig) -> bool:
-    """Whether a start would compile something that can be kept."""
+    """Whether a start would make something that can be kept, and made by another process."""
     return bool(missing_parts(config))
 
 
 def missing_parts(config: EngineConfig) -> list[tuple[str, str]]:
-    """What a start would compile that can be kept, and why."""
-    if not keeps_pieces(config):
+    """What a start would make that can be kept, and made by another process, and why."""
+    if not keeps_pieces(config) or write_problem(Path(config.cache_dir)):
         return []
     from compiled_engine.start_check import check_start
 
-    return list(check_start(config).problems)
+    return list(check_start(config).missing)
 
 
 def _is_foreign(config: EngineConfig) -> bool:
@@ -193,11 +219,35 @@ def _launch(text: str, index: int, count: int, errors: IO[bytes]) -> subprocess.
     )
 
 
-def _end(worker: subprocess.Popen[str]) -> None:
-    """Ends a process and the compilers that it has launched, which hold its output open."""
-    with suppress(ProcessLookupError):
+def _exit_code(worker: subprocess.Popen[str]) -> int | None:
+    """Of a process that has ended, negative for a signal; None while it runs.
+
+    The process stays to be waited for, so that its number does not become another's.
+    """
+    try:
+        found = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # signals of children are ignored here: nobody waits for them
+        return 0
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _kill(worker: subprocess.Popen[str]) -> None:
+    """Kills a process and the compilers that it has launched, which hold its output open.
+
+    Whoever has waited for the process must not call it: its number may be another's by now.
+    """
+    assert worker.returncode is None, "was waited for"
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         os.killpg(worker.pid, signal.SIGKILL)
-    worker.wait()
+
+
+def _end(worker: subprocess.Popen[str]) -> None:
+    _kill(worker)
+    with suppress(subprocess.TimeoutExpired):  # the kernel may hold it
+        worker.wait(LINGER_S)
     if worker.stdin is not None:
         worker.stdin.close()
 
@@ -206,11 +256,18 @@ class _Counter:
     """Counts parts as processes report them."""
 
     def __init__(self, total: int, report: Report) -> None:
+        self.unkept: set[str] = set()
         self._done = 0
         self._total = total
         self._report = report
         self._lock = threading.Lock()
+        self._last = time.monotonic()
         report("pieces, in processes", 0, total)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Nothing was made for too long."""
+        return time.monotonic() - self._last > MOST_QUIET_S
 
     def read(self, worker: subprocess.Popen[str]) -> None:
         """Reads a process to its end, whatever it writes."""
@@ -222,9 +279,12 @@ class _Counter:
 
     def _count(self, line: str) -> None:
         with self._lock:
+            self._last = time.monotonic()
             self._done += 1
             done = min(self._done, self._total)
             try:
-                self._report(f"{json.loads(line)['part']}, in a process", done, self._total)
+                made = json.loads(line)
+                self.unkept.update(made.get("unkept", ()))
+                self._report(f"{made['part']}, in a process", done, self._total)
             except Exception:
                 logger.exception("a compiled part could not be reported")

@@ -1,8 +1,8 @@
 """Keeps what is built from our CUDA C++ and C++ sources: a file for each, verified before use.
 
 A file is the code and, behind it, the SHA-256 of the code: the loaders of libraries do not mind.
-Processes may share the folder. A damaged file is built again; a folder that cannot be written, or
-that others can write, costs one warning each time something is built. Imports no torch.
+Processes may share the folder. A damaged file is built again; a folder that cannot be written costs
+one warning, one that others can write a warning each time something is built. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from compiled_engine.cache_folders import warn_unkept
 from compiled_engine.trusted_files import (
     FolderError,
     UntrustedError,
@@ -124,7 +125,9 @@ def _keep(path: Path, code: bytes) -> None:
         with opened(path.parent.parent, path.parent.name) as folder:
             sweep(folder)
             write_file(folder, path.name, sealed(code))
-    except (FolderError, OSError) as error:
+    except OSError as error:
+        warn_unkept(path.parent.parent, str(error))
+    except FolderError as error:
         warnings.warn(
             f"{path} cannot be kept ({error}): the next start builds it again", stacklevel=4
         )

@@ -107,7 +107,9 @@ def main() -> int:
         start = time.perf_counter()
         maker.make(part)
         seconds = round(time.perf_counter() - start, 3)
-        print(json.dumps({"part": part.name, "seconds": seconds}), flush=True)
+        unkept = [piece.name for piece in maker.driver.pieces if piece.is_unkept]
+        line = {"part": part.name, "seconds": seconds, "unkept": unkept}
+        print(json.dumps(line), flush=True)
     return 0
 
 

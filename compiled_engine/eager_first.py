@@ -1,8 +1,9 @@
 """Serving before anything is compiled: plain pieces at once, compiled ones when they are there.
 
 Processes compile into the cache meanwhile. Between two steps the compiled pieces are loaded and
-take the place of the plain ones; rows, pages and what is in flight stay as they are. If a piece is
-missing in the end, plain code goes on serving, and says so.
+take the place of the plain ones; rows, pages and what is in flight stay as they are. A piece that
+was compiled and cannot be kept stays plain; if one is missing for another reason, plain code goes
+on serving all of them. Both are said.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class LaterPieces:
         start = time.perf_counter()
         executor = self._executor
         pieces = self._make()
-        missing = pieces.preload()
+        names = pieces.preload()
+        unkept = [name for name in names if name in self._processes.unkept]
+        missing = [name for name in names if name not in unkept]
         if missing:
             logger.warning(
                 "uncompiled code goes on serving: %s could not be compiled; the messages above say "
@@ -83,6 +86,13 @@ class LaterPieces:
                 ", ".join(missing),
             )
             return
+        if unkept:  # compiling them here would stop all requests for as long
+            pieces.leave_plain(unkept)
+            logger.warning(
+                "%s cannot be kept and stay uncompiled: the next start compiles them before it "
+                "serves, as this one does with --compile-mode first",
+                ", ".join(unkept),
+            )
         if executor.device.type == "cuda":
             torch.cuda.synchronize(executor.device)  # steps in flight belong to the plain pieces
         executor.take_pieces(pieces, self._driver, self._graphs)

@@ -37,6 +37,7 @@ from compiled_engine.memory import (
     load_needs,
     measure_needs,
     memory_table,
+    needs_name,
 )
 from compiled_engine.models import ARCHITECTURES, CausalLM, HfModelConfig, ModelConfig
 from compiled_engine.models.hf_load import build_hf_model
@@ -59,7 +60,7 @@ from compiled_engine.settings import (
     scheduler_shape,
     weight_bytes,
 )
-from compiled_engine.start_table import AHEAD, MEMORY_PREFIX, StartMeter, kept_files, used_files
+from compiled_engine.start_table import AHEAD, StartMeter, kept_files, used_files
 from compiled_engine.start_times import StartPhase
 from compiled_engine.step import StepExecutor
 from compiled_engine.step_times import StepTimes
@@ -167,7 +168,7 @@ def build_engine(
         memory = _memory_table(config, settings, executor, needs)
     if driver.store is not None:
         if needs is not None:
-            keep_needs(driver.store, _needs_name(config), needs)
+            keep_needs(driver.store, needs_name(config.cudagraph_mode), needs)
         if not is_later:
             driver.store.finish(used_files(driver, config.cache_dir))
     return Engine(settings, driver, loop, memory, meter.phases(driver), later)
@@ -348,17 +349,12 @@ def _memory_needs(
         driver.store = EntryStore(config.cache_dir, key)
     torch.cuda.empty_cache()  # what loading the weights left
     free, _ = torch.cuda.mem_get_info(device)
-    needs = load_needs(driver.store, _needs_name(config), free)
+    needs = load_needs(driver.store, needs_name(config.cudagraph_mode), free)
     if needs is not None:
         return needs, needs.reserved + needs.kept
     progress("compiling", "memory probe", 0, 1)
     needs = _probe_memory(eager, model_config, model, shape, settings)
     return needs, needs.reserved
-
-
-def _needs_name(config: EngineConfig) -> str:
-    """Of the entry with the needs of memory: a key leaves open how graphs are captured."""
-    return f"{MEMORY_PREFIX}{config.cudagraph_mode}"
 
 
 def _probe_memory(

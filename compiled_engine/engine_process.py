@@ -157,6 +157,8 @@ class EngineServer:
                 self._stop_profile()
         elif has_unread:
             events += self.loop.drain()
+        else:  # what was compiled meanwhile is not taken up at the cost of the next request
+            self.loop.executor.before_launch()
         events += self.loop.take_refusals()
         events += self._flush_if_idle()
         self.channel.busy_since = None

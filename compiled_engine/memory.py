@@ -6,6 +6,7 @@ pages; compiled steps need no more than that. What is left of the allowed share 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,10 +14,14 @@ from typing import Any
 
 import torch
 
+from compiled_engine.compile.fingerprint import modules_digest
 from compiled_engine.compile.store import EntryStore
 
 # Share of the measured needs that is kept on top of them: allocators round and fragment.
 MARGIN = 0.05
+_PREFIX = "memory_"
+# Modules that measure: what others of them found is not taken.
+_PROBE = ("engine", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +74,18 @@ class MemoryTable:
     def used(self) -> int:
         """Bytes that are taken or kept for a step."""
         return self.weights + self.kv + self.activations + self.graphs + self.other
+
+
+@functools.cache
+def needs_name(cudagraph_mode: str) -> str:
+    """Of the entry with the needs of memory: a key leaves open how graphs are captured, and how
+    needs are measured."""
+    return f"{_PREFIX}{cudagraph_mode}_{modules_digest(_PROBE)}"
+
+
+def is_needs(name: str) -> bool:
+    """Whether an entry holds needs of memory, of whatever mode and measured however."""
+    return name.startswith(_PREFIX)
 
 
 def load_needs(store: EntryStore | None, name: str, free_bytes: int) -> MemoryNeeds | None:

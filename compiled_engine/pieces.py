@@ -9,7 +9,7 @@ than rows: what it does behind attention, it does for the rows that are sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -378,6 +378,12 @@ class StepPieces:
         is_rare = self._is_gpu and self.shape.max_rows <= self.max_few
         pieces = [p for p in self._driver.pieces if not (is_rare and p.name == "head")]
         return [piece.name for piece in pieces if not piece.preload()]
+
+    def leave_plain(self, names: Collection[str]) -> None:
+        """The pieces of these names are not compiled: the functions themselves are called."""
+        for piece in self._driver.pieces:
+            if piece.name in names:
+                piece.stay_plain()
 
     def mark_sizes(
         self,

@@ -24,6 +24,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.device import pick_device
 from compiled_engine.engine import kept_ops
 from compiled_engine.key_parts import keeps_pieces, start_key
+from compiled_engine.memory import is_needs, needs_name
 from compiled_engine.settings import ANY_PAGES, check_options, preview, scheduler_shape
 
 
@@ -35,11 +36,14 @@ class StartCheck:
         digest: of the start's key; empty where nothing is compiled.
         num_sound: entries and files that are there and sound.
         problems: (what would be made anew, why).
+        missing: those that another process could make. Not what only the start itself makes: what
+            cannot be kept, and measurements of its memory.
     """
 
     digest: str
     num_sound: int
     problems: tuple[tuple[str, str], ...]
+    missing: tuple[tuple[str, str], ...] = ()
 
 
 def check_start(config: EngineConfig) -> StartCheck:
@@ -57,9 +61,11 @@ def check_start(config: EngineConfig) -> StartCheck:
     record = read_record(base, key.digest)
     if record is None:
         reason = miss_reason(base / PROGRAMS, key)
-        return StartCheck(key.digest, 0, (("every piece", reason),))
+        problem = ("every piece", reason)
+        return StartCheck(key.digest, 0, (problem,), (problem,))
+    needs = needs_name(config.cudagraph_mode)
     problems = [(name, "it cannot be kept") for name in record.unkept]
-    for name in record.entries:
+    for name in (needs if is_needs(entry) else entry for entry in record.entries):
         reason = entry_problem(base, key.digest, name)
         problems += [(name, reason)] if reason else []
     for name in record.files:
@@ -68,7 +74,9 @@ def check_start(config: EngineConfig) -> StartCheck:
         reason = file_problem(base / name) if is_sealed else _absence(base / name)
         problems += [(name, reason)] if reason else []
     asked = len(record.unkept) + len(record.entries) + len(record.files)
-    return StartCheck(key.digest, asked - len(problems), tuple(problems))
+    own = {*record.unkept, needs}
+    missing = tuple(problem for problem in problems if problem[0] not in own)
+    return StartCheck(key.digest, asked - len(problems), tuple(problems), missing)
 
 
 def preview_key(config: EngineConfig) -> StartKey:

@@ -16,11 +16,10 @@ from compiled_engine.cache_folders import CUBINS, KERNELS, LIBRARIES, PRODUCTS
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.store import Miss
 from compiled_engine.custom_ops.tuning import KernelTuner
+from compiled_engine.memory import is_needs
 from compiled_engine.start_times import OTHER, StartPhase, StartTimes
 
 AHEAD = "processes that compile"
-# Of the entry with the needs of memory.
-MEMORY_PREFIX = "memory_"
 # In the order of the table; phases that others measure by another name come behind them.
 PHASES = (
     "imports",
@@ -115,7 +114,7 @@ class StartMeter:
 
 
 def _reason(miss: Miss) -> str:
-    verb = "measured" if miss.name.startswith(MEMORY_PREFIX) else "compiled"
+    verb = "measured" if is_needs(miss.name) else "compiled"
     return f"{miss.name} was {verb}: {miss.reason}"
 
 

@@ -1,7 +1,8 @@
 """Triton's cache of kernels in a folder that may be moved or copied, and what was in it.
 
 Triton notes of each kernel where its files lie, as whole paths, and compiles it again when they are
-not there. They always lie beside the note. Kernels that Inductor wrote are not counted.
+not there. They always lie beside the note. Where the folder cannot be written, new kernels go to a
+temporary one. Kernels that Inductor wrote are not counted.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
 from compiled_engine.build_cache import triton_totals
+from compiled_engine.cache_folders import has_kernel, make_room_for_compilers
 
 _INDUCTOR_KERNEL = re.compile(r"triton_")
 
@@ -23,6 +26,11 @@ class MovableCache(FileCacheManager):
     """As Triton's own; files of a kernel are looked for where its note is."""
 
     _asked_at: float | None = None  # since when a kernel is being compiled
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
+        if not (override or dump or has_kernel(Path(knobs.cache.dir, key))):
+            make_room_for_compilers()
+        super().__init__(key, override, dump)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """Paths of the kernel's files by name; None if there is no such kernel."""

@@ -19,6 +19,9 @@ STALE_TEMPORARY_S = 3600.0
 _TEMPORARY = ".tmp"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
+# Device, inode, time of the last change in ns, bytes.
+FileIdentity = tuple[int, int, int, int]
+
 
 class UntrustedError(Exception):
     """A file cannot be used; the message says why."""
@@ -94,6 +97,23 @@ def write_file(folder: int, name: str, data: bytes) -> None:
         with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
+
+
+def file_identity(folder: int, name: str) -> FileIdentity:
+    """Which file a name in an open folder stands for now; another one that takes its place differs.
+
+    Raises:
+        OSError: there is none, or it cannot be looked at.
+    """
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def remove_file(folder: int, name: str, identity: FileIdentity) -> None:
+    """Removes a file of an open folder, unless another one has taken its place since."""
+    with suppress(OSError):
+        if file_identity(folder, name) == identity:
+            os.unlink(name, dir_fd=folder)
 
 
 def sweep(folder: int) -> None:

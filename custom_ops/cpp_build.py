@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from compiled_engine.build_cache import load_or_build
-from compiled_engine.cache_folders import LIBRARIES, build_dir
+from compiled_engine.cache_folders import LIBRARIES, build_dir, make_room_for_compilers
 from compiled_engine.device import instruction_sets
 
 CSRC = Path(__file__).parent / "csrc"
@@ -38,6 +38,7 @@ def load_cpp_library(file_name: str) -> ctypes.CDLL:
     def build() -> bytes:
         from torch._inductor.codecache import CppCodeCache
 
+        make_room_for_compilers()
         built.append(CppCodeCache.load(source, extra_flags=FLAGS))
         return Path(built[0]._name).read_bytes()
 

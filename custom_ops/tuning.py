@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from compiled_engine.cache_folders import warn_unkept
 from compiled_engine.compile.torch_compat import real_tensors
 from compiled_engine.custom_ops import families
 from compiled_engine.custom_ops.kernel_family import KernelFamily, num_bytes
@@ -66,7 +67,6 @@ class KernelTuner:
         self._folder = folder
         self._entries: dict[str, Measured] = {}
         self._generation = ""
-        self._is_warned = False
         self.num_known = 0
         self.num_measured = 0
         self.seconds = 0.0
@@ -181,7 +181,7 @@ class KernelTuner:
             temporary.write_text(json.dumps(document, indent=1), encoding="utf-8")
             temporary.replace(self.path)
         except OSError as error:  # a full disk
-            self._warn_unkept(error)
+            warn_unkept(self._folder.parent, str(error))
             with suppress(OSError):
                 temporary.unlink()
 
@@ -192,21 +192,12 @@ class KernelTuner:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = open(self.path.with_suffix(".lock"), "w")  # noqa: SIM115 - closed below
         except OSError as error:
-            self._warn_unkept(error)
+            warn_unkept(self._folder.parent, str(error))
             yield False
             return
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield True
-
-    def _warn_unkept(self, error: OSError) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            logger.warning(
-                "%s: kernel measurements cannot be kept (%s): the next start measures again",
-                self.path,
-                error,
-            )
 
 
 def fastest(names: Sequence[str], seconds: dict[str, float]) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from compiled_engine.compile.torch_compat import note_matches
 from compiled_engine.custom_ops import (
     ALL_OPS,
     OpSpec,
@@ -159,6 +160,7 @@ class PassPipeline(CustomGraphPass):
         start = time.perf_counter()
         matches = function(graph)
         self.on_pass(name, matches, time.perf_counter() - start)
+        note_matches(name, matches)
         if self.dump is not None:
             self.dump.after(graph, name)
         return matches

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from compiled_engine.cache_folders import make_room_for_compilers
 from compiled_engine.compile.program import (
     LoadedProgram,
     Program,
@@ -31,6 +32,7 @@ from compiled_engine.compile.torch_compat import (
     apply_marks,
     inductor_backend,
     input_sources,
+    noted_matches,
     with_own_code,
 )
 from compiled_engine.counters import CompileCounters
@@ -124,6 +126,15 @@ class Piece:
             self.loaded = self._from_store()
         return self.loaded is not None
 
+    def stay_plain(self) -> None:
+        """Has the function itself called from here on: nothing is compiled for it."""
+        self._traced = self._function
+
+    @property
+    def is_unkept(self) -> bool:
+        """Whether what was compiled for it could not be made a program."""
+        return self._traced is not None or isinstance(self.loaded, Captured)
+
     def _from_store(self) -> LoadedProgram | None:
         data = None if self._store is None else self._store.load(self.name)
         if data is None:
@@ -144,7 +155,9 @@ class Piece:
 
     def _compile(self, *arguments: Any) -> Any:
         before = dict(self._counters.num_matches), self._counters.num_expansions
+        noted = noted_matches()
         capture = _Capture()
+        make_room_for_compilers()
         apply_marks(arguments)
         traced = torch.compile(
             with_own_code(self._function, self.name),
@@ -154,12 +167,24 @@ class Piece:
         )
         try:
             returned = traced(*arguments)
+            self._count_what_was_cached(noted, before)
             self.loaded = self._recorded(capture, returned, arguments, before)
             if self.loaded is None:
                 self._traced = traced
         finally:
             capture.forget()
         return returned
+
+    def _count_what_was_cached(
+        self, noted: dict[str, int], before: tuple[dict[str, int], int]
+    ) -> None:
+        """Counts matches in what Inductor took from its cache: no pass ran over that here."""
+        counted = self._counters.matches_since(before[0])
+        counted["expand"] = self._counters.num_expansions - before[1]
+        for name, total in noted_matches().items():
+            rest = total - noted.get(name, 0) - counted.get(name, 0)
+            if rest:
+                self._counters.count_pass(name, rest, 0.0)
 
     def _recorded(
         self,

@@ -21,6 +21,8 @@ from torch import Tensor
 from compiled_engine.compile.program_kernels import CpuKernel, GpuKernel, load_cpu, load_gpu
 from compiled_engine.custom_ops.cuda_build import CudaBuildError
 
+# What a loader meets where memory, files or `/proc` are short; the dynamic linker's is ImportError.
+_SHORTAGES = (OSError, MemoryError, ImportError, torch.OutOfMemoryError, CudaBuildError)
 # Classes of results come from here and from nowhere else.
 _PACKAGE = "compiled_engine"
 
@@ -147,7 +149,7 @@ class LoadedProgram:
         self.rebuild = rebuilder(parameters, program.outputs)
         try:
             self.call = _load_call(program)
-        except (OSError, MemoryError, torch.OutOfMemoryError, CudaBuildError) as error:
+        except _SHORTAGES as error:
             raise ProgramLoadError(f"{program.name} cannot be loaded: {error}") from error
         except Exception as error:  # whatever a foreign machine or version may do
             raise ProgramError(f"{program.name} cannot run here: {error}") from error

@@ -2,7 +2,8 @@
 
 Entries are code that the engine runs: folders and files must belong to this user or to root, be no
 links, and be writable by nobody else. Whatever is wrong with an entry costs one warning and a
-compile, never a start. Writes are atomic, so any number of processes may share a folder. Knows
+compile, never a start; it is removed if it is seen to be damaged or untrusted, not if it cannot be
+read just now. Writes are atomic, so any number of processes may share a folder. Knows
 nothing of what an entry holds; imports no torch.
 """
 
@@ -18,14 +19,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from compiled_engine.cache_folders import PROGRAMS
+from compiled_engine.cache_folders import PROGRAMS, warn_unkept
 from compiled_engine.compile.start_key import StartKey
 from compiled_engine.trusted_files import (
+    FileIdentity,
     FolderError,
     UntrustedError,
+    file_identity,
     make_folders,
     opened,
     read_file,
+    remove_file,
     sweep,
     write_file,
 )
@@ -93,7 +97,7 @@ class StoreCounters:
     Attributes:
         num_hits: entries that were found and are sound.
         misses: the others, in order.
-        num_dropped: entries that were there and could not be used; among the misses.
+        num_dropped: entries that were there and are of no use; among the misses.
         num_saved: entries that were written.
         bytes_read: of the hits.
         bytes_written: of the saved ones.
@@ -128,11 +132,13 @@ class EntryStore:
         self._can_read = True
         self._is_prepared = False
         self._absent_reason: str | None = None
+        self._seen: dict[str, FileIdentity] = {}  # the files that were read
 
     def load(self, name: str) -> bytes | None:
         """The entry, verified by its digest; None is a miss, which is counted and logged."""
         try:
             with opened(*self._place) as folder:
+                self._seen[name] = file_identity(folder, name + SUFFIX)
                 data = read_entry(folder, name, self.key.digest)
                 self._note_use(folder)
         except FileNotFoundError:
@@ -142,8 +148,13 @@ class EntryStore:
             self._refuse(str(error))
             self._miss(name, str(error))
             return None
-        except (UntrustedError, OSError) as error:
+        except UntrustedError as error:
             self._bad(name, str(error))
+            return None
+        except (OSError, MemoryError) as error:  # of this machine, now: the entry may be good
+            reason = f"it cannot be read: {error}"
+            logger.warning("%s is not used, and compiled again: %s", self._path(name), reason)
+            self._miss(name, reason)
             return None
         self.counters.num_hits += 1
         self.counters.bytes_read += len(data)
@@ -164,11 +175,7 @@ class EntryStore:
             return
         except OSError as error:
             self._can_write = False
-            logger.warning(
-                "%s cannot be written (%s): what is compiled now is compiled again at the next "
-                "start",
-                self.folder, error,
-            )  # fmt: skip
+            warn_unkept(self._place[0], str(error))
             return
         self.counters.num_saved += 1
         self.counters.bytes_written += len(data)
@@ -217,12 +224,16 @@ class EntryStore:
             logger.warning("%s is not used: %s", self.folder, reason)
 
     def _bad(self, name: str, reason: str) -> None:
-        path = self.folder / (name + SUFFIX)
         self.counters.num_dropped += 1
-        logger.warning("%s is not used, and compiled again: %s", path, reason)
-        with suppress(OSError):
-            path.unlink()
+        logger.warning("%s is not used, and compiled again: %s", self._path(name), reason)
+        seen = self._seen.pop(name, None)
+        if seen is not None:  # else it was written by this store, or by somebody since
+            with suppress(OSError, FolderError), opened(*self._place) as folder:
+                remove_file(folder, name + SUFFIX, seen)
         self._miss(name, reason)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / (name + SUFFIX)
 
     def _miss(self, name: str, reason: str) -> None:
         self.counters.misses.append(Miss(name, reason))

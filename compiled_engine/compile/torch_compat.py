@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Of our counters among Inductor's.
+_MATCHES = "compiled_engine_"
+
 
 def dynamo_counters() -> dict[str, int]:
     """Totals of Dynamo's and Inductor's own counters in this process; zeros if neither is loaded.
@@ -34,6 +37,25 @@ def dynamo_counters() -> dict[str, int]:
         "num_cache_hits": counters["inductor"]["fxgraph_cache_hit"],
         "num_kernels": 0 if inductor is None else inductor.generated_kernel_count,
     }
+
+
+def note_matches(name: str, matches: int) -> None:
+    """Notes what one of our passes matched in a graph, where Inductor keeps it with the graph.
+
+    Inductor takes the rise of its counters into the entry of its cache, and lets them rise as much
+    when it takes the graph from there (2.11 to 2.14): our passes do not run then.
+    """
+    from torch._dynamo.utils import counters
+
+    if matches:
+        counters["inductor"][_MATCHES + name] += matches
+
+
+def noted_matches() -> dict[str, int]:
+    """Matches by pass of all graphs that this process compiled or took from Inductor's cache."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    found = {} if dynamo is None else dynamo.counters["inductor"]
+    return {n.removeprefix(_MATCHES): k for n, k in found.items() if n.startswith(_MATCHES)}
 
 
 def compile_seconds() -> dict[str, float]:

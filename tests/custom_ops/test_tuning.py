@@ -177,6 +177,6 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path, timings, ca
         for num_tokens in (3, 4, 9):
             query, arguments = query_of(num_tokens)
             assert registry.decide(query, arguments).candidate.name == "torch"
-    unkept = [r for r in caplog.records if "cannot be kept" in r.getMessage()]
+    unkept = [r for r in caplog.records if "cannot be written" in r.getMessage()]
     assert len(unkept) == 1
     assert len(timings) == 4, "two buckets, each measured once in this process"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from compiled_engine import build_ahead
-from compiled_engine.build_ahead import building_ahead, num_jobs
+from compiled_engine.build_ahead import BuildProcesses, building_ahead, num_jobs
 from compiled_engine.build_parts import list_parts
 from compiled_engine.build_worker import shortened
 from compiled_engine.config import EngineConfig
@@ -27,6 +28,7 @@ from tests.helpers.engines import run_requests, tiny_engine
 from tests.helpers.tiny_model import write_tiny_model
 
 CPU = torch.device("cpu")
+SAYS = '{"part": "one"}'
 
 
 def config(folder: Path, cache: Path, **options: Any) -> EngineConfig:
@@ -131,6 +133,101 @@ def test_processes_end_with_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ):
         raise RuntimeError("no weights")
     assert [worker.poll() for worker in launched] == [-9, -9]
+
+
+def processes_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, jobs: int = 1
+) -> tuple[BuildProcesses, list[subprocess.Popen[str]]]:
+    """Processes that run `script` in place of the real one."""
+    launched = []
+
+    def launch(_text: str, _index: int, _count: int, errors: Any) -> subprocess.Popen[str]:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+        launched.append(worker)
+        return worker
+
+    monkeypatch.setattr(build_ahead, "_launch", launch)
+    monkeypatch.setattr(build_ahead, "_num_parts", lambda *_: 5)
+    made = BuildProcesses(config(tmp_path, tmp_path), CPU, lambda *_: None, jobs)
+    return made, launched
+
+
+def test_a_process_that_hangs_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(build_ahead, "MOST_QUIET_S", 1.0)
+    script = f"import time; print({SAYS!r}, flush=True); time.sleep(600)"
+    made, launched = processes_of(monkeypatch, tmp_path, script, jobs=2)
+    start = time.monotonic()
+    assert not made.is_done()
+    made.wait()
+    assert 1.0 < time.monotonic() - start < 60
+    made.close()
+    assert [worker.returncode for worker in launched] == [-9, -9]
+    assert "2 of 2 processes that compile ahead have made nothing for 1 s" in caplog.text
+
+
+def test_a_process_that_makes_something_now_and_then_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(build_ahead, "MOST_QUIET_S", 3.0)
+    script = f"import time\nfor _ in range(5): print({SAYS!r}, flush=True); time.sleep(1)"
+    made, launched = processes_of(monkeypatch, tmp_path, script)
+    made.wait()
+    made.close()
+    assert [worker.returncode for worker in launched] == [0]
+    assert not caplog.text
+
+
+def test_processes_say_what_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    lines = ['{"part": "a", "unkept": []}', '{"part": "b", "unkept": ["head"]}', SAYS]
+    made, _ = processes_of(monkeypatch, tmp_path, f"print(*{lines!r}, sep=chr(10))")
+    made.wait()
+    made.close()
+    assert made.unkept == {"head"}
+
+
+def test_what_a_process_leaves_behind_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A compiler that outlives the process that launched it has its output open."""
+    script = (
+        "import subprocess, sys\n"
+        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(tmp_path / 'left')!r}, 'w').write(str(left.pid))"
+    )
+    made, _ = processes_of(monkeypatch, tmp_path, script)
+    start = time.monotonic()
+    made.wait()
+    made.close()
+    assert time.monotonic() - start < 60
+    status = Path("/proc", (tmp_path / "left").read_text(), "status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_only_what_was_not_waited_for_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The number of a process may be another's once somebody has waited for it."""
+    real, killed = os.killpg, []
+
+    def kill(group: int, number: int) -> None:
+        os.waitid(os.P_PID, group, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # it is ours still
+        killed.append(group)
+        real(group, number)
+
+    monkeypatch.setattr(os, "killpg", kill)
+    made, launched = processes_of(monkeypatch, tmp_path, "import sys; sys.exit(3)")
+    while not made.is_done():
+        time.sleep(0.01)
+    made.wait()
+    made.close()
+    assert set(killed) == {worker.pid for worker in launched}
+    assert [worker.returncode for worker in launched] == [3]
 
 
 WORKER = """

@@ -7,17 +7,32 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compiled_engine.cache_folders import VARIABLES
+from tests.helpers.mounts import READ_ONLY, SMALL, mounted
 from tests.helpers.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
 
 FLAGS = ("--device", "cpu", "--max-num-seqs", "4", "--chunked-prefill-size", "32")
+
+
+SLOW_WRITER = """
+import os, sys, time
+real = os.replace
+def slow(*args, **options):
+    if ".program." in str(args[0]):
+        time.sleep(600)
+    real(*args, **options)
+os.replace = slow
+from compiled_engine.cli import main
+sys.exit(main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +56,19 @@ def warm(filled, tmp_path) -> Path:
     return shutil.copytree(filled, tmp_path / "warm", ignore=shutil.ignore_patterns("inductor"))
 
 
-def start(command: str, model: Path, cache: Path, *flags: str, **env: str) -> subprocess.Popen[str]:
+def words_of(command: str, model: Path, cache: Path, *flags: str) -> list[str]:
     words = [sys.executable, "-m", "compiled_engine.cli", command, str(model), *FLAGS, *flags]
+    return [*words, "--cache-dir", str(cache)]
+
+
+def start(command: str, model: Path, cache: Path, *flags: str, **env: str) -> subprocess.Popen[str]:
+    return started(words_of(command, model, cache, *flags), **env)
+
+
+def started(words: list[str], **env: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     return subprocess.Popen(
-        [*words, "--cache-dir", str(cache)],
+        words,
         env=environment | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -75,9 +98,11 @@ def compiles(document: dict[str, Any]) -> int:
     return int(counters["num_inductor_compiles"] + counters["num_cache_hits"])
 
 
+ASK = ("--raw", "--temperature", "0", "--max-tokens", "8", "--prompt", "abc")
+
+
 def answer(model: Path, cache: Path, *flags: str) -> str:
-    words = ("--raw", "--temperature", "0", "--max-tokens", "8", "--prompt", "abc")
-    return end(start("generate", model, cache, *words, *flags))[0]
+    return end(start("generate", model, cache, *ASK, *flags))[0]
 
 
 def test_a_second_start_compiles_nothing_and_answers_alike(model, warm, tmp_path):
@@ -126,15 +151,42 @@ def test_damaged_entries_alone_are_compiled_anew(model, warm, tmp_path):
     assert answer(model, warm) == answer(model, tmp_path / "none", "--enforce-eager")
 
 
+@pytest.mark.parametrize("how", [READ_ONLY, SMALL], ids=["read-only", "full"])
+def test_a_cold_start_serves_where_nothing_can_be_kept(model, tmp_path, how):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    words = mounted(how, cache, *words_of("generate", model, cache, *ASK))
+    said, err = end(started(words))
+    assert said == answer(model, tmp_path / "none", "--enforce-eager")
+    # Whatever else could not be kept is not said again.
+    assert err.count(f"{cache} cannot be written") == err.count("cannot be") == 1, err
+    assert "compiled again" not in err
+    assert not any(cache.iterdir())
+
+
+def test_a_warm_start_over_a_read_only_folder_says_nothing(model, warm, tmp_path):
+    words = mounted(READ_ONLY, warm, *words_of("generate", model, warm, *ASK))
+    said, err = end(started(words))
+    assert said == answer(model, tmp_path / "none", "--enforce-eager")
+    assert "cannot be written" not in err
+
+
 def test_several_starts_at_once_fill_one_cache_though_one_is_killed(model, tmp_path):
     cache = tmp_path / "cache"
-    started = [start("warmup", model, cache) for _ in range(3)]
-    started[0].kill()
-    started[0].communicate()
-    for process in started[1:]:
+    # Of the first, writes take a while.
+    slow = [sys.executable, "-c", SLOW_WRITER, *words_of("warmup", model, cache)[3:]]
+    processes = [started(slow), *(start("warmup", model, cache) for _ in range(2))]
+    mark = f".{processes[0].pid}."
+    while not (left := [p for p in cache.glob("programs/*/.*.tmp") if mark in p.name]):
+        assert processes[0].poll() is None, processes[0].communicate()
+        time.sleep(0.01)
+    processes[0].kill()
+    processes[0].communicate()
+    assert left[0].exists(), "killed while it wrote"
+    for process in processes[1:]:
         end(process)
     assert misses(warmup(model, cache)) == set()
-    assert not list(cache.glob("programs/*/.*.tmp"))
+    assert set(cache.glob("programs/*/.*.tmp")) == set(left), "swept by a later start, by its age"
 
 
 def test_a_folder_that_others_may_write_is_served_without(model, warm):

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from compiled_engine.compile import piece as piece_module
 from compiled_engine.compile.direct import DirectPiece
+from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.piece import Captured, Piece
 from compiled_engine.compile.program import Kind, LoadedProgram, Program, ProgramError
 from compiled_engine.compile.torch_compat import Compiled, mark_any_size, mark_dynamic
+from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
-from compiled_engine.custom_ops import LayerCache
+from compiled_engine.custom_ops import LayerCache, rms_norm
 
 
 class Memory:
@@ -95,6 +97,7 @@ def test_what_cannot_be_recorded_runs_and_is_counted(
     for _ in range(2):
         assert torch.equal(piece(*arguments)[0], layer(*arguments)[0])
     assert isinstance(piece.loaded, Captured)
+    assert piece.is_unkept
     assert piece._counters.num_unrecorded == 1
     assert not store.entries
     assert "compiled again at every start" in caplog.text
@@ -196,6 +199,24 @@ def test_an_entry_that_cannot_run_is_dropped_and_compiled(
     assert reason in store.dropped["piece"]
 
 
+@pytest.mark.parametrize(
+    "error", [ImportError("cannot map segment"), OSError("no /proc"), MemoryError("none left")]
+)
+def test_an_entry_that_cannot_be_loaded_just_now_stays(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("compiled_engine.compile.program._load_call", fail)
+    store = Memory()
+    store.save("piece", program().to_bytes())
+    assert not made(summed, store).preload()
+    assert not store.dropped
+    assert "piece" in store.entries
+    assert f"cannot be loaded: {error}; it is compiled again" in caplog.text
+
+
 def test_other_parameters_than_it_was_made_for_are_refused():
     with pytest.raises(ProgramError, match="no parameters pair"):
         LoadedProgram(program(), ["x"])
@@ -214,6 +235,34 @@ def test_a_layer_of_another_shape_is_refused():
     assert not kind.takes(torch.zeros(4, 4).T.contiguous().to(torch.float64))
     assert not kind.takes(torch.zeros(4, 4).T[:, :4].as_strided((4, 4), (1, 4)))
     assert Kind((None, 4), (4, 1), "torch.float32", "cpu").takes(torch.zeros(9, 4))
+
+
+def normed(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    residual = residual + x
+    return rms_norm(residual, weight, 1e-5), residual
+
+
+@pytest.mark.slow
+def test_matches_are_those_of_the_first_compile_where_inductor_has_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of two starts that have other keys and the same graphs, say."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("compiled_engine.compile.driver.place_caches", lambda _: None)
+    arguments = torch.randn(6, 8), torch.randn(6, 8), torch.ones(8)
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        driver, store = CompileDriver(EngineConfig(model="m", cache_dir=tmp_path)), Memory()
+        driver.store = store  # type: ignore[assignment]
+        driver.compile(normed, "piece")(*arguments)
+        kept = Program.from_bytes(store.entries["piece"])
+        counters = driver.refresh()
+        assert counters.matches_since({}) == kept.num_matches
+        assert counters.num_expansions == kept.num_expansions
+        found.append((kept.num_matches, kept.num_expansions, counters.num_cache_hits))
+    assert found[0] == ({"fuse_add_rms_norm": 1}, 1, 0)
+    assert found[1] == ({"fuse_add_rms_norm": 1}, 1, 1)
 
 
 SECOND_START = """
@@ -242,6 +291,7 @@ def test_what_inductor_made_runs_in_another_process_without_it(tmp_path: Path):
     mark_any_size(x, 0)
     piece(pair, x)
     assert isinstance(piece.loaded, LoadedProgram)
+    assert not piece.is_unkept
     (second, new), _ = piece(pair, torch.ones(9))
     assert second is pair.v_cache
     assert torch.allclose(new, torch.tanh(torch.ones(9)) * 2)

@@ -12,12 +12,15 @@ import torch
 
 from compiled_engine import engine
 from compiled_engine.compile.driver import CompileDriver
+from compiled_engine.compile.start_key import StartKey
+from compiled_engine.compile.store import EntryStore
 from compiled_engine.config import EngineConfig
 from compiled_engine.eager_first import LaterPieces
 from compiled_engine.errors import ConfigError
 from compiled_engine.settings import check_options
 from tests.helpers.engines import run_requests, tiny_engine
 from tests.helpers.tiny_model import write_tiny_model
+from tests.helpers.turned_engine import TurnedEngine
 
 PROMPTS = [[5, 6, 7], list(range(40)), [9] * 17]
 
@@ -40,7 +43,8 @@ def test_an_unknown_mode_is_refused():
 class Processes:
     """Stand for those that compile; end when they are told."""
 
-    def __init__(self) -> None:
+    def __init__(self, unkept: frozenset[str] = frozenset()) -> None:
+        self.unkept = unkept
         self.is_ended = False
         self.is_closed = False
 
@@ -75,6 +79,40 @@ def test_plain_code_goes_on_where_pieces_are_missing(
     assert processes.is_closed
     assert executor.pieces is before
     assert "layer_one could not be compiled" in caplog.text
+
+
+def test_what_cannot_be_kept_stays_plain_and_the_rest_takes_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Here it is all pieces but one, which is the function itself, too: nothing is compiled."""
+    plain = tiny_engine(write_tiny_model(tmp_path / "model"))
+    expected = run_requests(plain, PROMPTS).tokens
+    executor, settings = plain.loop.executor, plain.settings
+    driver = CompileDriver(EngineConfig(model="m", cache_dir=tmp_path))
+    driver.store = EntryStore(tmp_path, StartKey({"flags.any": "1"}))
+    made = engine.make_pieces(executor.model, executor.shape, settings, driver)
+    names = frozenset(made.preload())
+    assert {"head", "layer_one"} < names
+    taken: list[bool] = []
+    for unkept, is_taken in ((names - {"head"}, False), (names, True)):
+        processes = Processes(unkept)
+        later = LaterPieces(executor, driver, lambda: made, processes, None)  # type: ignore[arg-type]
+        later.on_taken = lambda: taken.append(True)
+        processes.is_ended = True
+        assert run_requests(plain, PROMPTS).tokens == expected
+        assert bool(taken) == is_taken
+    assert executor.pieces is made
+    assert "head could not be compiled" in caplog.text
+    assert "cannot be kept and stay uncompiled" in caplog.text
+    assert driver.refresh().num_graphs == 0
+
+
+def test_an_idle_engine_takes_up_what_was_compiled(tmp_path: Path):
+    engine = TurnedEngine(tiny_engine(write_tiny_model(tmp_path / "model")))
+    seen = []
+    engine.loop.executor.before_launch = lambda: seen.append(engine.loop.has_work)
+    engine.turn()
+    assert seen == [False]
 
 
 def test_nothing_missing_means_nothing_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

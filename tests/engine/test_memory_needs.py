@@ -17,7 +17,14 @@ from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.start_key import StartKey
 from compiled_engine.compile.store import EntryStore
 from compiled_engine.config import EngineConfig
-from compiled_engine.memory import MemoryNeeds, MemoryTable, keep_needs, load_needs
+from compiled_engine.memory import (
+    MemoryNeeds,
+    MemoryTable,
+    is_needs,
+    keep_needs,
+    load_needs,
+    needs_name,
+)
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.llama import LlamaForCausalLM
 from compiled_engine.models.weights import build_model
@@ -111,7 +118,7 @@ class Starts:
         given = (config, self.model_config, self.folder, self.model, driver)
         needs, reserved = engine._memory_needs(*given, lambda *_: None)
         if driver.store is not None:
-            keep_needs(driver.store, engine._needs_name(config), needs)
+            keep_needs(driver.store, needs_name(config.cudagraph_mode), needs)
         return reserved
 
 
@@ -138,6 +145,22 @@ def test_other_steps_and_other_graphs_are_probed_anew(starts, options):
     starts.start()
     assert starts.start(**options) == NEEDS.reserved
     assert starts.num_probes == 2
+
+
+@pytest.mark.parametrize("module", ["engine", "memory"])
+def test_what_another_probe_found_is_measured_anew(starts, monkeypatch, module):
+    starts.start()
+    assert is_needs(needs_name("full"))
+    real = Path.read_bytes
+
+    def changed(path: Path) -> bytes:
+        return real(path) + b"# other" * (path.name == f"{module}.py")
+
+    monkeypatch.setattr(Path, "read_bytes", changed)
+    needs_name.cache_clear()
+    assert starts.start() == NEEDS.reserved
+    assert starts.num_probes == 2
+    needs_name.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,33 @@ def test_a_warm_start_and_its_steps_cost_what_was_recorded(
     assert code == 0, capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("first", "is_cold"),
+    [
+        ({"num_graphs": 9, "num_inductor_compiles": 9, "num_cache_hits": 0}, True),
+        ({"num_graphs": 9, "num_inductor_compiles": 2, "num_cache_hits": 7}, False),
+        ({"num_graphs": 9, "num_inductor_compiles": 0, "num_cache_hits": 9}, False),
+        ({"num_graphs": 0, "num_inductor_compiles": 0, "num_cache_hits": 0}, False),
+    ],
+    ids=["cold", "partly", "other key, same graphs", "warm"],
+)
+def test_a_start_that_traced_anything_is_not_the_warm_one(
+    first: dict[str, int], is_cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    warm = dict.fromkeys(first, 0)
+    counters = [first] if first == warm else [first, warm]
+
+    def start(*_: Path) -> dict[str, object]:
+        return {"seconds": 1.0, "modules": [], "rows": [], "counters": counters.pop(0)}
+
+    monkeypatch.setattr(gates, "start", start)
+    gates.note_cold_start(tmp_path, 8.0)
+    rows = {r.key: r.value for r in rows_of(gates.steps(tmp_path, tmp_path, lambda _: None))}
+    assert rows["warm_start_graphs"] == 0
+    assert not counters
+    assert rows["warm_over_cold_start"] == (1.0 if is_cold else 0.125)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_gates_are_green(engine_cache_dir: Path, capsys: pytest.CaptureFixture[str]):

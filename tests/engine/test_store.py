@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from compiled_engine import trusted_files
+from compiled_engine.compile import store as store_module
 from compiled_engine.compile.start_key import StartKey
 from compiled_engine.compile.store import (
     KEY_FILE,
@@ -138,6 +139,52 @@ def test_an_entry_that_cannot_be_used_after_all_is_a_miss(kept, caplog):
     assert reasons(store) == ["made for another driver"]
     assert str(path_of(kept)) in warnings_of(caplog)[0]
     assert not path_of(kept).exists()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.ENOMEM])
+def test_an_entry_that_cannot_be_read_just_now_stays(kept, caplog, monkeypatch, number):
+    real = trusted_files.os.open
+
+    def fail(path, *args, **options):
+        if str(path).endswith(SUFFIX):
+            raise OSError(number, os.strerror(number))
+        return real(path, *args, **options)
+
+    store = store_of(kept)
+    with monkeypatch.context() as patched:
+        patched.setattr(trusted_files.os, "open", fail)
+        assert store.load(NAME) is None
+    (warning,) = warnings_of(caplog)
+    assert str(path_of(kept)) in warning
+    assert os.strerror(number) in reasons(store)[0]
+    assert store.counters.num_dropped == 0
+    assert store_of(kept).load(NAME) == DATA
+
+
+def test_what_took_the_place_of_a_bad_entry_stays(kept, monkeypatch):
+    path_of(kept).write_bytes(b"damaged")
+    real = store_module.read_entry
+
+    def read(*args):
+        try:
+            return real(*args)
+        finally:
+            store_of(kept).save(NAME, b"by another process")
+
+    monkeypatch.setattr(store_module, "read_entry", read)
+    store = store_of(kept)
+    assert store.load(NAME) is None
+    assert store.counters.num_dropped == 1
+    monkeypatch.undo()
+    assert store_of(kept).load(NAME) == b"by another process"
+
+
+def test_what_took_the_place_of_an_entry_of_no_use_stays(kept):
+    store = store_of(kept)
+    store.load(NAME)
+    store_of(kept).save(NAME, b"by another process")
+    store.drop(NAME, "made for another driver")
+    assert store_of(kept).load(NAME) == b"by another process"
 
 
 @pytest.mark.parametrize("where", ["entry", "key folder", "programs"])

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from compiled_engine.build_ahead import is_missing
+from compiled_engine.compile.store import EntryStore
 from compiled_engine.config import EngineConfig
+from compiled_engine.memory import needs_name
 from compiled_engine.start_check import preview_key
 from tests.helpers.cache_folder import files_of, halve, keep
 from tests.helpers.commands import refusal, run
@@ -22,13 +25,16 @@ def model(tmp_path_factory) -> Path:
 FLAGS = ("--device", "cpu", "--max-num-seqs", "4", "--chunked-prefill-size", "32")
 
 
+def config_of(model: Path, cache: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(model), device="cpu", max_num_seqs=4, chunked_prefill_size=32, cache_dir=cache
+    )
+
+
 @pytest.fixture
 def warm(model, tmp_path) -> Path:
     """A cache folder after a start, as far as the store sees one."""
-    config = EngineConfig(
-        model=str(model), device="cpu", max_num_seqs=4, chunked_prefill_size=32, cache_dir=tmp_path
-    )
-    keep(tmp_path, preview_key(config), layer_one=b"one", head=b"head")
+    keep(tmp_path, preview_key(config_of(model, tmp_path)), layer_one=b"one", head=b"head")
     return tmp_path
 
 
@@ -51,6 +57,22 @@ def test_check_names_the_part_of_the_key_that_differs(model, warm, capsys):
     (problem,) = found["problems"]
     assert problem["name"] == "every piece"
     assert "shape.page_size (32, there 16)" in problem["reason"]
+
+
+def test_what_only_the_start_itself_makes_is_no_reason_for_processes(model, tmp_path, capsys):
+    config = config_of(model, tmp_path)
+    store = EntryStore(tmp_path, preview_key(config))
+    store.load("layer_odd")
+    for name in ("head", "memory_full_older"):
+        store.save(name, b"x")
+    assert is_missing(config)
+    store.finish()
+    found = check(capsys, model, tmp_path, code=1)
+    needs = needs_name("full")
+    assert {problem["name"] for problem in found["problems"]} == {"layer_odd", needs}
+    assert not is_missing(config)
+    halve(next(tmp_path.glob("programs/*/head.program")))
+    assert is_missing(config)
 
 
 @pytest.mark.parametrize("name", ["programs/*/head.program", "cpp/lib.so"])
