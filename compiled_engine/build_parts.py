@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +107,8 @@ class PartMaker(StepExecutor):
         version = part.version
         assert version is not None
         last = version if version.is_last else None
+        compiled_layer: Any = self.pieces.layer
+        self.pieces.__dict__["layer"] = partial(self._layer_of, version, compiled_layer)
         size = version.example_size
         others = self.pieces.version(size, is_mixed=not version.is_decode)
         self._run_layers(self._plan, size, others, last, warmed=version)
@@ -115,6 +119,20 @@ class PartMaker(StepExecutor):
             if version.is_last:
                 others = self.pieces.version(size, is_mixed=True)
             self._run_layers(self._plan, size, others, last)
+        del self.pieces.__dict__["layer"]
+
+    def _layer_of(
+        self,
+        version: LayerVersion,
+        compiled: Callable[[LayerVersion, int], Any],
+        wanted: LayerVersion,
+        index: int,
+    ) -> Any:
+        """The compiled layer of the part's own version, the plain one of another.
+
+        In front of a last layer stand others, whose sizes nobody has marked.
+        """
+        return compiled(wanted, index) if wanted == version else self.plain.layer(wanted, index)
 
     def _residual(self, num_rows: int) -> Tensor:
         _, residual, _ = self.plain.embed(self.state, self._plan, self._places[:1])

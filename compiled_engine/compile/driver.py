@@ -68,7 +68,9 @@ class CompileDriver:
             objective=config.kernel_objective,
             tuner=KernelTuner(Path(config.cache_dir) / KERNELS),
         )
-        self.options = {"triton.enable_pdl": True} if config.inductor_pdl else {}
+        # Kernels in a cache may have been made without `waits_in_every_kernel`.
+        dependent = {"triton.enable_pdl": True, "fx_graph_cache": False}
+        self.options = dependent if config.inductor_pdl else {}
         self.dump_folder = config.dump_graphs
         if self.dump_folder is not None:  # what comes from a cache goes through no pass
             self.options["force_disable_caches"] = True

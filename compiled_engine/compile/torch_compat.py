@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -156,6 +156,28 @@ class Compiled:
     code: Any
 
 
+@contextmanager
+def waits_in_every_kernel() -> Iterator[None]:
+    """Each of Inductor's kernels for dependent launch waits before its first access to memory.
+
+    Inductor leaves the wait out where the kernel in front writes nothing that is read here: it
+    relies on every kernel to wait before it lets the next one start. Ours let it start first.
+    """
+    from unittest.mock import patch
+
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.virtualized import V
+
+    before_access = TritonKernel._handle_pdl_before_access
+
+    def waits(self: Any, *arguments: Any, **options: Any) -> None:
+        with patch.object(V.graph.scheduler, "previous_node", None):  # nothing is known of it
+            before_access(self, *arguments, **options)
+
+    with patch.object(TritonKernel, "_handle_pdl_before_access", waits):
+        yield
+
+
 def inductor_backend(
     options: dict[str, Any],
     keep: Callable[[torch.fx.GraphModule, Compiled], Callable[..., Any]],
@@ -174,7 +196,11 @@ def inductor_backend(
             return code
 
         # Its cache would hand back code without showing it.
-        with torch._functorch.config.patch(enable_autograd_cache=False):
+        is_dependent = options.get("triton.enable_pdl", False)
+        with (
+            torch._functorch.config.patch(enable_autograd_cache=False),
+            waits_in_every_kernel() if is_dependent else nullcontext(),
+        ):
             compiled: Any = compile_fx(graph, examples, inner_compile=inner, config_patches=options)
         return keep(graph, Compiled(compiled, made[-1]))
 

@@ -16,7 +16,8 @@ import torch
 from compiled_engine import build_ahead
 from compiled_engine.build_ahead import BuildProcesses, building_ahead, num_jobs
 from compiled_engine.build_parts import list_parts
-from compiled_engine.build_worker import shortened
+from compiled_engine.build_worker import open_maker, shortened
+from compiled_engine.compile.piece import Piece
 from compiled_engine.config import EngineConfig
 from compiled_engine.layer_kinds import layer_kinds
 from compiled_engine.models import ARCHITECTURES, ModelConfig
@@ -212,6 +213,31 @@ def test_what_a_process_leaves_behind_is_not_waited_for(
     while is_alive(status) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_alive(status)
+
+
+def test_a_part_compiles_nothing_that_another_part_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Layers of several kinds: in front of the last stand others, whose sizes nobody marked."""
+    folder = write_tiny_model(tmp_path / "model", family="gpt_oss")
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "chunked_prefill_size": 32}
+    compiled: list[str] = []
+
+    def run(piece: Piece, *arguments: Any) -> Any:
+        compiled.append(piece.name)
+        return piece._function(*arguments)
+
+    monkeypatch.setattr(Piece, "first", run)
+    maker, _ = open_maker(config(folder, tmp_path / "cache", **sizes))
+    pieces = maker.pieces
+    versions = layer_versions(32, 4, is_gpu=True, has_last=True, max_few=8)
+    assert any(version.is_last for version in versions)
+    pieces.versions = maker.plain.versions = versions
+    for part in list_parts(versions, is_gpu=True, scheduler="torch"):
+        if part.version is not None:
+            compiled.clear()
+            maker.make(part)
+            assert {name.partition("_kind_")[0] for name in compiled} == {part.version.name}
 
 
 def is_alive(status: Path) -> bool:

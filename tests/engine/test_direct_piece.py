@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ from compiled_engine.compile.direct import DirectPiece
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.piece import Captured, Piece
 from compiled_engine.compile.program import Kind, LoadedProgram, Program, ProgramError
-from compiled_engine.compile.torch_compat import Compiled, mark_any_size, mark_dynamic
+from compiled_engine.compile.torch_compat import (
+    Compiled,
+    mark_any_size,
+    mark_dynamic,
+    waits_in_every_kernel,
+)
 from compiled_engine.config import EngineConfig
 from compiled_engine.counters import CompileCounters
 from compiled_engine.custom_ops import LayerCache, rms_norm
@@ -118,6 +124,26 @@ def test_code_for_one_size_of_a_dim_that_varies_is_not_kept(size: int | None):
     else:
         with pytest.raises(NotRecordable, match=r"3 as dim 0 of L\['cache'\]\[0\]"):
             check_marks(inputs, [3, cache])
+
+
+def test_kernels_for_dependent_launch_are_told_nothing_of_the_one_in_front(monkeypatch):
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.virtualized import V
+
+    seen = []
+
+    def before_access(kernel: Any, *arguments: Any, **options: Any) -> None:
+        seen.append((V.graph.scheduler.previous_node, arguments, options))
+
+    monkeypatch.setattr(TritonKernel, "_handle_pdl_before_access", before_access)
+    scheduler = SimpleNamespace(previous_node="in front")
+    with V.set_graph_handler(SimpleNamespace(scheduler=scheduler)):
+        with waits_in_every_kernel():
+            TritonKernel._handle_pdl_before_access(None, "loads", "buf0", consider_reads=True)
+        TritonKernel._handle_pdl_before_access(None, "loads", "buf0")
+    given = ("loads", "buf0")
+    assert seen == [(None, given, {"consider_reads": True}), ("in front", given, {})]
+    assert scheduler.previous_node == "in front"
 
 
 SOURCE = """
