@@ -176,6 +176,7 @@ class _Executor:
     """Knows no steps but their sizes."""
 
     reads_plans = False
+    buckets = (2**20,)
 
     def key_of(self, num_tokens: int, variant: Any, *, is_mixed: bool) -> tuple[int, bool]:
         return num_tokens, is_mixed
