@@ -106,10 +106,15 @@ class PartMaker(StepExecutor):
     def _layer(self, part: Part) -> None:
         version = part.version
         assert version is not None
-        last = version if version.is_last else None
         compiled_layer: Any = self.pieces.layer
         self.pieces.__dict__["layer"] = partial(self._layer_of, version, compiled_layer)
-        size = version.example_size
+        try:
+            self._run_sizes(part, version)
+        finally:
+            del self.pieces.__dict__["layer"]
+
+    def _run_sizes(self, part: Part, version: LayerVersion) -> None:
+        last, size = version if version.is_last else None, version.example_size
         others = self.pieces.version(size, is_mixed=not version.is_decode)
         self._run_layers(self._plan, size, others, last, warmed=version)
         start, step = part.share
@@ -119,7 +124,6 @@ class PartMaker(StepExecutor):
             if version.is_last:
                 others = self.pieces.version(size, is_mixed=True)
             self._run_layers(self._plan, size, others, last)
-        del self.pieces.__dict__["layer"]
 
     def _layer_of(
         self,

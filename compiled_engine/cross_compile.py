@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 from torch.utils._pytree import tree_leaves
 
-from compiled_engine.cache_folders import CUBINS, place_caches
+from compiled_engine.cache_folders import CUBINS, place_caches, write_problem
 from compiled_engine.compile.direct import PlainPiece
 from compiled_engine.compile.driver import PLAIN, CompileDriver
 from compiled_engine.compile.inductor_view import view_function
@@ -113,6 +113,12 @@ def check_cross(config: EngineConfig) -> None:
     ):
         if is_given:
             raise ConfigError(f"--target-arch cannot go with {flag}, which {reason}: leave one out")
+    if problem := write_problem(Path(config.cache_dir)):
+        raise ConfigError(
+            f"--target-arch keeps what it compiles in {config.cache_dir}: {problem}; choose "
+            "another --cache-dir",
+            param="cache_dir",
+        )
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ConfigError("--target-arch compiles, and TRITON_INTERPRET=1 has Triton interpret")
     missing = [name for name in ("triton", "cuda") if find_spec(name) is None]

@@ -171,12 +171,13 @@ class StepExecutor:
 
     def _capture_late(self, key: StepKey, graphs: StepGraphs) -> None:
         """Captures a step that nobody asked for before; its kernels have just run."""
-        torch.cuda.empty_cache()
-        try:
-            graphs.capture(key, lambda: self._enqueue(key))
-        except torch.OutOfMemoryError:
-            self._uncaptured.add(key)
-            logger.warning("no memory for the CUDA graph of %s: it is launched without one", key)
+        for _ in range(2):
+            try:
+                return graphs.capture(key, lambda: self._enqueue(key))
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()  # which a capture cannot do
+        self._uncaptured.add(key)
+        logger.warning("no memory for the CUDA graph of %s: it is launched without one", key)
 
     def key_of(self, num_tokens: int, variant: Variant, *, is_mixed: bool) -> StepKey:
         """The key of the smallest step that has `num_tokens` places."""

@@ -87,7 +87,7 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
         ),
         "is_aligned": _is_aligned(operands),
         "has_scale_words": all(
-            t.storage_offset() * t.element_size() % 4 == 0
+            t.storage_offset() * t.element_size() % 4 == t.numel() * t.element_size() % 4 == 0
             for t in (operands.scale, operands.zero)
             if t is not None
         ),
@@ -233,7 +233,7 @@ def _rejects_packed(traits: Traits) -> str | None:
 
 def _rejects_ring(traits: Traits) -> str | None:
     if not traits["has_scale_words"]:
-        return "needs scales at multiples of 4 bytes"
+        return "needs scales at multiples of 4 bytes, and as many"
     return _rejects_packed(traits)
 
 

@@ -367,21 +367,9 @@ def load_variant(variant: Variant, arch: str) -> Kernel:
     )
 
 
-def _in_whole_words(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy behind whose last byte there is room to read a word of 4."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    if num_bytes % 4 == 0:
-        return tensor
-    room = torch.empty(num_bytes + 3, dtype=torch.uint8, device=tensor.device)
-    return room[:num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
 def launch_packed(operands: QuantOperands, config: PackedConfig) -> Tensor:
     """Runs the kernel on the current stream; returns [T, num_outputs]."""
     device = operands.x.device
-    if config.is_ring and operands.format in PACKED_FORMATS:  # which copies scales by words
-        zero = None if operands.zero is None else _in_whole_words(operands.zero)
-        operands = operands._replace(scale=_in_whole_words(operands.scale), zero=zero)
     out = operands.x.new_empty((operands.x.shape[0], operands.num_outputs))
     prepared = prepare(operands, config)
     variant = variant_of(operands, prepared, config)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 from perf.decode import Driver, measure_steady
@@ -104,7 +104,17 @@ def run_in_processes(job: Job, left_out: Sequence[tuple[str, ...]]) -> Iterator[
             ProcessPoolExecutor(len(group), context, max_tasks_per_child=1) as pool,
         ):
             shared = replace(job, turn=manager.Lock(), built=manager.Barrier(len(group)))
-            yield from pool.map(run_job, [shared] * len(group), group)
+            jobs = [pool.submit(run_job, shared, names) for names in group]
+            for found in jobs:
+                if isinstance(found.exception(), BrokenBarrierError):
+                    raise _first_cause(job.exception() for job in jobs)
+                yield found.result()
+
+
+def _first_cause(errors: Iterable[BaseException | None]) -> BaseException:
+    """Why an engine could not be built; the others broke off then."""
+    found = [error for error in errors if error is not None]
+    return next((e for e in found if not isinstance(e, BrokenBarrierError)), found[0])
 
 
 def run_job(job: Job, disabled: tuple[str, ...]) -> Found:

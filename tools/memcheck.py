@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 # Each tensor an allocation of its own: what lies behind its end is nobody's.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())
+# What the helpers of the tests take for the run's cache; every engine below is told of its own.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
 
 import torch
 

@@ -241,6 +241,7 @@ def _print_outcome(
     recipe: Recipe, output: Path, config: EngineConfig, seconds: float, notes: list[str]
 ) -> None:
     from compiled_engine.bench.report import print_document, print_table
+    from compiled_engine.tune.recipe import plain_value
 
     print_table(
         f"settings of {recipe.tuned.model} on {recipe.tuned.device}",
@@ -257,7 +258,7 @@ def _print_outcome(
             "command": "tune",
             "seconds": round(seconds, 3),
             "output": str(output),
-            "values": {name: _plain(value) for name, value in recipe.values.items()},
+            "values": {name: plain_value(value) for name, value in recipe.values.items()},
             "reasons": recipe.reasons,
             "not_measured": [d.name for d in recipe.decisions if not d.is_measured],
         }
@@ -285,9 +286,3 @@ def _rows(decision: Decision) -> list[tuple[str, ...]]:
         )
         for trial in decision.trials
     ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return str(value) if isinstance(value, Path) else value

@@ -199,11 +199,11 @@ class Piece:
         try:
             inputs = recording.graph_inputs(capture.graph, capture.sources)
             outputs = recording.output_structure(returned, capture.results, named)
+            recording.check_marks(inputs, capture.arguments)  # or Dynamo guards every call
         except Exception as error:
             self._refuse(error)
             return None
         try:
-            recording.check_marks(inputs, capture.arguments)
             recording.check_same(capture.watched, capture.arguments, capture.results)
             program = recording.record(
                 capture.watched,

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_engine.errors import ConfigError
+
 # Of our counters among Inductor's.
 _MATCHES = "compiled_engine_"
 
@@ -162,16 +164,29 @@ def waits_in_every_kernel() -> Iterator[None]:
 
     Inductor leaves the wait out where the kernel in front writes nothing that is read here: it
     relies on every kernel to wait before it lets the next one start. Ours let it start first.
+    Seen in torch 2.13; where Inductor has no such method, `--inductor-pdl` is refused.
+
+    Raises:
+        ConfigError: this torch has it under another name, or not at all.
     """
     from unittest.mock import patch
 
     from torch._inductor.codegen.triton import TritonKernel
     from torch._inductor.virtualized import V
 
-    before_access = TritonKernel._handle_pdl_before_access
+    before_access = getattr(TritonKernel, "_handle_pdl_before_access", None)
+    if before_access is None:
+        raise ConfigError(
+            f"--inductor-pdl cannot be had safely with torch {torch.__version__}: leave it out",
+            param="inductor_pdl",
+        )
 
     def waits(self: Any, *arguments: Any, **options: Any) -> None:
-        with patch.object(V.graph.scheduler, "previous_node", None):  # nothing is known of it
+        scheduler = V.graph.scheduler
+        if scheduler is None:
+            before_access(self, *arguments, **options)
+            return
+        with patch.object(scheduler, "previous_node", None):  # nothing is known of it
             before_access(self, *arguments, **options)
 
     with patch.object(TritonKernel, "_handle_pdl_before_access", waits):

@@ -53,7 +53,8 @@ def candidates(config: EngineConfig, settings: Settings, workload: Workload) -> 
     shares = (2, 4, 8) if workload.counts_latency else (2, 4)
     chunks = [chunk, *(chunk // n for n in shares), *([2 * chunk] if goes_up else [])]
     # A step must hold a token of every row that decodes.
-    chunks = [n for n in chunks if n == chunk or n >= max(SMALLEST_CHUNK, workload.main.at_once)]
+    most_rows = 2 * rows if goes_up else rows
+    chunks = [n for n in chunks if n == chunk or n >= max(SMALLEST_CHUNK, most_rows)]
     crowd = [rows, rows // 2, rows // 4, *([2 * rows] if goes_up else [])]
     limits: tuple[float | None, ...] = (None, *LIMITS_MS)
     objectives = ("latency", "autotune")

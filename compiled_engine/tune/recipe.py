@@ -128,7 +128,7 @@ def as_json(recipe: Recipe) -> str:
     if recipe.notes:
         reasons["kernels"] = "\n".join(recipe.notes)
     tuned = asdict(replace(recipe.tuned, reasons=reasons))
-    values = {name: _plain(value) for name, value in recipe.values.items()}
+    values = {name: plain_value(value) for name, value in recipe.values.items()}
     return json.dumps({**values, TUNED: tuned}, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -136,7 +136,8 @@ def _comment(text: str) -> str:
     return f"# {' '.join(text.split())}"
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """A setting as JSON and TOML have it: paths as texts, tuples as lists."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, Path) else value
@@ -144,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 def _toml(value: Any) -> str:
     # Texts, numbers, booleans and lists of texts are spelled as in JSON, but for one character.
-    return json.dumps(_plain(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(plain_value(value), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _wrong(message: str) -> ConfigError:

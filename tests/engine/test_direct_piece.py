@@ -126,6 +126,24 @@ def test_code_for_one_size_of_a_dim_that_varies_is_not_kept(size: int | None):
             check_marks(inputs, [3, cache])
 
 
+def test_code_for_one_size_is_not_used_for_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(piece_module, "inductor_backend", interpreted)
+    monkeypatch.setattr(piece_module, "apply_marks", lambda _: None)  # Dynamo is not told
+    store, cache = Memory(), torch.zeros(4)
+    piece = made(layer, store)
+    weight, scale = torch.randn(4, 4), torch.tensor(2.0)
+    for rows in (3, 5, 3):
+        x = torch.randn(rows, 4)
+        mark_dynamic(x, 0, low=2, high=9)
+        (got,) = piece(weight, cache, scale, x)
+        assert torch.equal(got, x @ weight * scale)
+    assert piece.loaded is None
+    assert not store.entries
+    assert "made for 3 as dim 0" in caplog.text
+
+
 def test_kernels_for_dependent_launch_are_told_nothing_of_the_one_in_front(monkeypatch):
     from torch._inductor.codegen.triton import TritonKernel
     from torch._inductor.virtualized import V

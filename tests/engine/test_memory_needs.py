@@ -158,9 +158,11 @@ def test_what_another_probe_found_is_measured_anew(starts, monkeypatch, module):
 
     monkeypatch.setattr(Path, "read_bytes", changed)
     needs_name.cache_clear()
-    assert starts.start() == NEEDS.reserved
-    assert starts.num_probes == 2
-    needs_name.cache_clear()
+    try:
+        assert starts.start() == NEEDS.reserved
+        assert starts.num_probes == 2
+    finally:
+        needs_name.cache_clear()
 
 
 @pytest.mark.parametrize(
