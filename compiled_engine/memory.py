@@ -7,7 +7,9 @@ pages; compiled steps need no more than that. What is left of the allowed share 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,8 +19,9 @@ import torch
 from compiled_engine.compile.fingerprint import modules_digest
 from compiled_engine.compile.store import EntryStore
 
-# Share of the measured needs that is kept on top of them: allocators round and fragment.
-MARGIN = 0.05
+# Kept on top of the measured needs, the larger of a share and bytes: allocators fragment.
+MARGIN, LEAST_MARGIN = 0.05, 64 << 20
+NUM_CAPTURES = 3
 _PREFIX = "memory_"
 # Modules that measure: what others of them found is not taken.
 _PROBE = ("engine", "memory")
@@ -45,7 +48,8 @@ class MemoryNeeds:
     @property
     def reserved(self) -> int:
         """What the KV pool must leave free."""
-        return int((self.activations + self.pool + self.graphs) * (1 + MARGIN))
+        needed = self.activations + self.pool + self.graphs
+        return needed + max(int(needed * MARGIN), LEAST_MARGIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,21 +124,26 @@ def measure_needs(
     capture_one: Callable[[], Any],
     num_graphs: int,
 ) -> MemoryNeeds:
-    """Runs both once. `capture_one` must keep its graph alive until the probe is dropped."""
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    """Runs the step once. `capture_one` must keep its graph alive until the probe is dropped."""
+
+    def free_bytes() -> int:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+
+    free_bytes()
+    before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     run_largest()
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_allocated(device) - before
+    activations = torch.cuda.max_memory_reserved(device) - before
     capture_one()  # what the first capture sets up is not counted for each
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    capture_one()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    per_graph = max(0, free - torch.cuda.mem_get_info(device)[0])
+    left = [free_bytes()]
+    for _ in range(NUM_CAPTURES):
+        capture_one()
+        left.append(free_bytes())
+    # Another process may take or give back memory meanwhile: the median is not its doing.
+    per_graph = max(0, statistics.median_low(a - b for a, b in itertools.pairwise(left)))
     return MemoryNeeds(
         activations=activations,
         pool=activations if num_graphs else 0,

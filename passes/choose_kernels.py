@@ -44,6 +44,8 @@ from compiled_engine.passes.pattern import (
 NAME = "choose_kernels"
 # Numbers of tokens beyond which nothing is chosen anew; the second where a graph names no limit.
 MOST_TOKENS, MOST_UNTOLD = 1 << 14, 1 << 10
+# For a size that is open besides the number of tokens.
+MANY_PAGES = 2048
 # (node, family, choices by the highest number of tokens they serve)
 OnChoice = Callable[[Node, KernelFamily, tuple[tuple[int, Choice], ...]], None]
 
@@ -130,7 +132,8 @@ def _choices(
 
     open_size = main.shape[0] if main.dim() else 0
     if not isinstance(open_size, torch.SymInt):
-        return ((0, decide(family.traits(arguments, target), arguments)),)
+        sized_arguments = with_size(arguments, None, 0)
+        return ((0, decide(family.traits(arguments, target), sized_arguments)),)
     low, high = size_range(open_size)
     limits = token_limits(low, high)
     sized = {limit: with_size(arguments, open_size, limit) for limit in limits}
@@ -160,13 +163,19 @@ def token_limits(low: int, high: int) -> list[int]:
     return [*limits, max(low, most)]
 
 
-def with_size(arguments: dict[str, Any], size: torch.SymInt, value: int) -> dict[str, Any]:
-    """The same arguments without storage, where `value` stands for the size that varies."""
+def with_size(arguments: dict[str, Any], size: torch.SymInt | None, value: int) -> dict[str, Any]:
+    """The same arguments without storage, where `value` stands for the size that varies.
+
+    Other sizes that are open, of KV pages say, get one that no cache of a processor holds.
+    """
 
     def number(given: Any) -> int:
         if not isinstance(given, torch.SymInt):
             return int(given)
-        return value if given.node.expr == size.node.expr else size_range(given)[0]
+        if size is not None and given.node.expr == size.node.expr:
+            return value
+        low, high = size_range(given)
+        return max(low, min(high, MANY_PAGES))
 
     def sized(given: Any) -> Any:
         if not isinstance(given, torch.Tensor):

@@ -23,6 +23,7 @@ from compiled_engine.kernels.ceilings import matmul_8bit_flop_s
 from perf.ceilings import Ceilings, measure_ceilings
 from perf.decode import BATCH_SIZES, INPUT_LEN, OUTPUT_LEN, Driver, measure_decode
 from perf.gpu_step import ENGINE, Note, Throttled
+from perf.kernel_profile import model_profile
 from perf.model_shapes import SHAPES, ModelShape, write_folder
 from perf.offline import PREFILL_LENS, measure_agentic, measure_e2e, measure_prefill
 from perf.pass_costs import Job, measure_passes, run_in_processes
@@ -66,6 +67,7 @@ class Bench:
         num_repeats: as in `Options`.
         stack: keeps what is opened.
         note: shows how far a build is.
+        documents: takes what is to lie beside the rows.
 
     Attributes:
         folder: of the model.
@@ -78,6 +80,7 @@ class Bench:
         num_repeats: int,
         stack: ExitStack,
         note: Note,
+        documents: dict[str, str],
     ) -> None:
         self.shape = shape
         self._note = note
@@ -85,6 +88,7 @@ class Bench:
         self.num_repeats = num_repeats
         self._stack = stack
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.documents = documents
         write_folder(self.folder, shape.config)
 
     @cached_property
@@ -205,12 +209,21 @@ def _passes(bench: Bench) -> Iterator[Measured]:
     yield from measure_passes(partial(run_in_processes, job))
 
 
+def _profile(bench: Bench) -> Iterator[Measured]:
+    is_large = "llm" in vars(bench)  # another part built the engine of many rows
+    driver = bench.driver if is_large else bench.lone_driver
+    name = f"{bench.shape.name}_{bench.shape.dtype}_profile.md"
+    bench.documents[name] = model_profile(driver, BATCH_SIZES if is_large else (1,))
+    yield from ()
+
+
 PARTS: dict[str, Callable[[Bench], Iterator[Measured]]] = {
     "decode": _decode,
     "decode_1": _decode_one,  # a row alone, which takes seconds
     "prefill": _prefill,
     "e2e": _e2e,
     "agentic": _agentic,
+    "profile": _profile,
     "passes": _passes,
 }
 DEFAULT_PARTS = ("decode", "prefill", "e2e", "agentic")
@@ -303,13 +316,15 @@ def run(options: Options, note: Note) -> Outcome:
     if not torch.cuda.is_available():
         raise SystemExit(f"{NAME} needs an NVIDIA GPU; torch sees none")
     ceilings = measure_ceilings(options.num_repeats)
-    measured, failures = list(ceilings.measured()), []
+    measured = list(ceilings.measured())
+    failures: list[str] = []
+    documents: dict[str, str] = {}
     stop_on_sigterm()
     for name in models:
         shape, start = SHAPES[name], time.perf_counter()
         try:
             for entry in _measure_model(
-                shape, parts, ceilings, options.num_repeats, failures, note
+                shape, parts, ceilings, options.num_repeats, failures, documents, note
             ):
                 measured.append(replace(entry, model=shape.name, dtype=shape.dtype))
                 values = ", ".join(f"{value:.4g}" for value in entry.values)
@@ -333,6 +348,7 @@ def run(options: Options, note: Note) -> Outcome:
         environment=ceilings.environment,
         void=ceilings.is_void(torch.cuda.get_device_name()),
         failures=failures,
+        documents=documents,
     )
 
 
@@ -342,10 +358,11 @@ def _measure_model(
     ceilings: Ceilings,
     num_repeats: int,
     failures: list[str],
+    documents: dict[str, str],
     note: Note,
 ) -> Iterator[Measured]:
     with ExitStack() as stack:
-        bench = Bench(shape, ceilings, num_repeats, stack, note)
+        bench = Bench(shape, ceilings, num_repeats, stack, note, documents)
         for part in parts:
             try:
                 yield from PARTS[part](bench)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -133,6 +135,49 @@ def part_floors(batch_size: int, read: float) -> dict[str, float]:
     return {name: size / read * 1e6 for name, size in sizes.items()}
 
 
+def layer_table(kernels: Sequence[Kernel]) -> str:
+    """Kernels of a layer in their order, from one attention to the next, means over the layers.
+
+    What a kernel adds is by how much it moves the end of all work further; the column adds up to
+    the layer. Layers of another number of kernels than most have are left out.
+    """
+    ordered = sorted(kernels, key=lambda k: k.start)
+    added, end = [], ordered[0].start
+    for kernel in ordered:
+        added.append(max(0.0, kernel.end - end))
+        end = max(end, kernel.end)
+    places = [i for i, kernel in enumerate(ordered) if is_attention(kernel)]
+    spans = [
+        (a, b)
+        for a, b in itertools.pairwise(places)
+        if not any(is_step_start(k) for k in ordered[a:b])
+    ]
+    if not spans:
+        return "no layers were seen\n"
+    length = statistics.mode(b - a for a, b in spans)
+    layers = [range(a, b) for a, b in spans if b - a == length]
+    lines = ["| kernel | us | adds us |", "|---|---|---|"]
+    for place in range(length):
+        runs = [layer[place] for layer in layers]
+        took = statistics.mean(ordered[i].end - ordered[i].start for i in runs)
+        adds = statistics.mean(added[i] for i in runs)
+        shown = ordered[runs[0]].name.replace("|", "/")[:100]
+        lines.append(f"| `{shown}` | {took:.2f} | {adds:.2f} |")
+    total = sum(statistics.mean(added[layer[i]] for layer in layers) for i in range(length))
+    lines.append(f"| {len(layers)} layers of {length} kernels | | {total:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def model_profile(driver: Driver, batch_sizes: Sequence[int]) -> str:
+    """A document of a steady decode step of any model: a layer in order, and kernels by name."""
+    document = "# A steady decode step by kernels\n"
+    for batch_size in batch_sizes:
+        kernels = profiled_steps(driver, batch_size)
+        document += f"\n## Batch {batch_size}\n\n{layer_table(kernels)}"
+        document += f"\n{kernel_table(kernels, NUM_STEPS)}"
+    return document
+
+
 def measure_profile(driver: Driver, read: float, num_repeats: int) -> tuple[list[Measured], str]:
     """Idle time of the device a step, and the tables of parts and kernels of some batch sizes.
 
@@ -188,6 +233,11 @@ def device_kernels(work: Callable[[], Any]) -> list[Kernel]:
 def is_product(kernel: Kernel) -> bool:
     """Whether it is a matrix product: ours or the library's."""
     return _PRODUCT.search(kernel.name) is not None
+
+
+def is_attention(kernel: Kernel) -> bool:
+    """Whether it is the attention of a layer."""
+    return _ATTENTION in kernel.name
 
 
 def is_step_start(kernel: Kernel) -> bool:

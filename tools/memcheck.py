@@ -1,13 +1,16 @@
 """Our kernels on small shapes, to be run under NVIDIA's compute-sanitizer, from the project's root:
 
-    compute-sanitizer --tool memcheck --error-exitcode 9 python tools/memcheck.py
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \\
+        python tools/memcheck.py [PART ...]
 
-Calls every op with its examples, then prompts and decode steps of tiny engines without graphs. An
-op that raises ends it with exit code 1.
+Calls every op with its examples (part `ops`), then prompts and decode steps of tiny engines without
+graphs (parts named after their families). An op that raises ends it with exit code 1. Errors of
+calls into the driver are not reported: a program asks it for functions that may not be there.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import tempfile
@@ -68,11 +71,20 @@ def run_engine(family: str) -> None:
 
 
 def main() -> None:
-    """Runs all of it, and says what is done."""
+    """Runs all of it, or the parts that are named, and says what is done."""
     assert torch.cuda.is_available(), "needs an NVIDIA GPU"
     parts: list[tuple[str, Callable[[], None]]] = [("ops", run_ops)]
     parts += [(family, lambda family=family: run_engine(family)) for family in FAMILIES]  # type: ignore[misc]
+    wanted = sys.argv[1:] or [name for name, _ in parts]
+    unknown = set(wanted) - {name for name, _ in parts}
+    if unknown:
+        sys.exit(
+            f"no part {', '.join(sorted(unknown))}; there are {', '.join(n for n, _ in parts)}"
+        )
+    faulthandler.enable()
     for name, run in parts:
+        if name not in wanted:
+            continue
         start = time.perf_counter()
         run()
         print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)

@@ -286,6 +286,18 @@ def test_parts_of_a_step_add_up_and_know_their_floors():
     assert f"| o | {4.0 * qwen3_8b.NUM_LAYERS:.1f} | 4.00 | {floors['o']:.2f} |" in table
 
 
+def test_a_layer_is_shown_in_order_and_adds_up():
+    """Layers of three kernels that overlap by 1 us; the last one of a step is longer."""
+    step = [kernel_profile._FIRST, *["decode_attention", "row_kernel", "norm"] * 4, "head"]
+    kernels = [Kernel(name, 4.0 * i, 4.0 * i + 5.0) for i, name in enumerate([*step, *step])]
+    table = kernel_profile.layer_table(kernels).splitlines()
+    assert table[2:5] == [
+        f"| `{name}` | 5.00 | 4.00 |" for name in ("decode_attention", "row_kernel", "norm")
+    ]
+    assert table[5:] == ["| 6 layers of 3 kernels | | 12.00 |"]
+    assert kernel_profile.layer_table(kernels[:2]) == "no layers were seen\n"
+
+
 def test_a_job_is_told_by_kinds_of_steps():
     """Two steps with prompts, three of decoding; kernels overlap by 1 us, steps are 3 us apart."""
     first = kernel_profile._FIRST

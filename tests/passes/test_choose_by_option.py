@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiled_engine.custom_ops import kernels, rms_norm
 from compiled_engine.custom_ops.registry import KernelRegistry, Measured
 from compiled_engine.errors import ConfigError
-from compiled_engine.passes.choose_kernels import token_limits
+from compiled_engine.passes.choose_kernels import MANY_PAGES, token_limits, with_size
 from tests.helpers.kernel_plugin import install
 from tests.helpers.pass_harness import Harness, calls_of, op_counts
 
@@ -69,6 +71,17 @@ def test_measurements_reach_an_op_that_picks_by_itself():
     assert impls(registry, 3, dynamic=True) == ["4=cpp,1024=torch"]
     assert tuner.asked == token_limits(2, 2**31)
     assert impls(registry, 3, dynamic=False) == ["cpp"]
+
+
+def test_what_is_measured_has_a_number_for_every_size_that_is_open():
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    cache = mode.from_tensor(torch.empty(7, 5))
+    assert isinstance(cache.shape[0], torch.SymInt)
+    sized = with_size({"cache": cache, "size": 2}, None, 0)
+    assert tuple(sized["cache"].shape) == (MANY_PAGES, MANY_PAGES)
+    assert tuple(sized["cache"].stride()) == (MANY_PAGES, 1)
+    assert all(type(n) is int for n in (*sized["cache"].shape, *sized["cache"].stride()))
+    assert sized["size"] == 2
 
 
 def test_an_option_makes_an_op_without_a_name_its_body():
