@@ -109,7 +109,8 @@ def load_needs(store: EntryStore | None, name: str, free_bytes: int) -> MemoryNe
     except (ValueError, TypeError, AttributeError) as error:
         store.drop(name, f"it holds no needs of memory: {error}")
         return None
-    return needs if 0 < needs.reserved + needs.kept <= free_bytes else None
+    is_likely = needs.activations > 0 and min(fields.values()) >= 0
+    return needs if is_likely and needs.reserved + needs.kept <= free_bytes else None
 
 
 def keep_needs(store: EntryStore, name: str, needs: MemoryNeeds) -> None:
@@ -124,7 +125,10 @@ def measure_needs(
     capture_one: Callable[[], Any],
     num_graphs: int,
 ) -> MemoryNeeds:
-    """Runs the step once. `capture_one` must keep its graph alive until the probe is dropped."""
+    """Runs the step once, and captures if there will be graphs.
+
+    `capture_one` must keep its graph alive until the probe is dropped.
+    """
 
     def free_bytes() -> int:
         torch.cuda.synchronize(device)
@@ -137,6 +141,8 @@ def measure_needs(
     run_largest()
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_reserved(device) - before
+    if not num_graphs:
+        return MemoryNeeds(activations=activations, pool=0, graphs=0)
     capture_one()  # what the first capture sets up is not counted for each
     left = [free_bytes()]
     for _ in range(NUM_CAPTURES):
@@ -146,7 +152,7 @@ def measure_needs(
     per_graph = max(0, statistics.median_low(a - b for a, b in itertools.pairwise(left)))
     return MemoryNeeds(
         activations=activations,
-        pool=activations if num_graphs else 0,
+        pool=activations,
         graphs=per_graph * num_graphs,
     )
 
