@@ -18,6 +18,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.eager_first import LaterPieces
 from compiled_engine.errors import ConfigError
 from compiled_engine.settings import check_options
+from tests.helpers import gpu_engine
 from tests.helpers.engines import run_requests, tiny_engine
 from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.turned_engine import TurnedEngine
@@ -128,19 +129,19 @@ def test_nothing_missing_means_nothing_later(tmp_path: Path, monkeypatch: pytest
     assert len(seen) == 1
 
 
-@pytest.mark.slow
-def test_compiled_pieces_take_over_between_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    folder = write_tiny_model(tmp_path / "model")
-    options = {"enforce_eager": False, "cache_dir": tmp_path / "cache", "compile_jobs": 2}
-    expected = run_requests(tiny_engine(folder), PROMPTS).tokens
+def takes_over(folder: Path, log: pytest.LogCaptureFixture, **options: Any) -> None:
+    """Serves plain until compiled pieces are there, and goes on with them: equal tokens always."""
+    log.set_level(logging.INFO)
+    expected = run_requests(tiny_engine(folder, **{**options, "enforce_eager": True}), PROMPTS)
     start = time.monotonic()
-    made = tiny_engine(folder, compile_mode="eager-first", **options)
+    made = tiny_engine(
+        folder, **{**options, "enforce_eager": False}, compile_mode="eager-first", compile_jobs=2
+    )
     ready_s = time.monotonic() - start
     assert made.driver.refresh().num_loaded == 0
     num_plain = 0
     while made.driver.refresh().num_loaded == 0:
-        assert run_requests(made, PROMPTS).tokens == expected
+        assert run_requests(made, PROMPTS).tokens == expected.tokens
         num_plain += 1
         assert time.monotonic() - start < 600
     assert num_plain > 1, "served while it was compiled"
@@ -149,6 +150,22 @@ def test_compiled_pieces_take_over_between_steps(tmp_path: Path, caplog: pytest.
     counters = made.driver.refresh()
     assert counters.num_graphs == 0
     with counters.expect(num_recompiles=0, num_graphs=0):
-        assert run_requests(made, PROMPTS).tokens == expected
+        assert run_requests(made, PROMPTS).tokens == expected.tokens
         made.driver.refresh()
-    assert "compiled code serves from here on" in caplog.text
+    assert "compiled code serves from here on" in log.text
+
+
+@pytest.mark.slow
+def test_compiled_pieces_take_over_between_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = write_tiny_model(tmp_path / "model")
+    takes_over(folder, caplog, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_gpu_compiled_pieces_take_over_between_steps(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder = gpu_engine.write_exact_model(tmp_path / "model")
+    options = {**gpu_engine.OPTIONS, "dtype": "float32", "cudagraph_mode": mode}
+    takes_over(folder, caplog, cache_dir=tmp_path / "cache", **options)
