@@ -78,6 +78,8 @@ def test_gpu_same_answers_in_fewer_steps(folder, expected, options):
 
 
 def test_gpu_page_pressure_retracts_rows_that_jump(folder, expected):
-    engine = exact_engine(folder, enforce_eager=True, max_total_tokens=480, max_num_seqs=6)
+    little = {"max_total_tokens": 176, "max_model_len": 256, "max_num_seqs": 6}
+    engine = exact_engine(folder, enforce_eager=True, **little)
     assert told(run_grammars(engine, asked())) == told(expected)
     assert engine.loop.stats.num_jumped_tokens > 0
+    assert engine.loop.stats.num_retractions > 0
