@@ -111,11 +111,10 @@ class KernelFamily:
         return found
 
     def bind(self, given: Iterable[Any], named: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """A call's arguments by name, defaults filled in."""
+        """A call's arguments by name, in the order of the op's, defaults filled in."""
         schema = self.op.overload._schema.arguments
         bound = dict(zip((a.name for a in schema), given, strict=False)) | dict(named or {})
-        missing = {a.name: a.default_value for a in schema if a.name not in bound}
-        return bound | missing
+        return {a.name: bound.get(a.name, a.default_value) for a in schema}
 
     def run(self, candidate: Candidate, arguments: Arguments, *, interpreted: bool = False) -> Any:
         """Calls a candidate of the family; `interpreted` runs Triton's on CPU tensors."""
