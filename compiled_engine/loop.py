@@ -210,7 +210,9 @@ class StepLoop:
             for request in self._grammars.take_ready():
                 self.queue_times.arrive(request.request_id)
                 self._queue.append(request)
-            if not (self._queue or self._seats or self.executor.outbox.num_unread):
+            if not (self._queue or self._seats or self._is_looping):  # nothing to launch
+                if self.executor.outbox.num_unread:
+                    return self._read()
                 self._grammars.wait_for_compile()
                 return TokenBatch()
         if self._loops_on_device:

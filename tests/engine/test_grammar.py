@@ -250,6 +250,24 @@ def test_special_tokens_never_spell_text(simple, tokenizer):
     assert not {0, 1, 3} & set(answer.tokens)
 
 
+def test_no_step_is_launched_while_only_grammars_compile(engine, monkeypatch):
+    """A row without a grammar ends long before the other one's grammar is there."""
+    loop, asked, empty = engine.loop, itertools.count(), []
+    launch, take_ready = loop._launch, loop._grammars.take_ready
+
+    def noted() -> None:
+        empty.append(not (loop._seats or loop._queue) and loop._grammars.num_compiling > 0)
+        launch()
+
+    monkeypatch.setattr(loop, "_launch", noted)
+    late = lambda: take_ready() if next(asked) > 40 else []  # noqa: E731
+    monkeypatch.setattr(loop._grammars, "take_ready", late)
+    params = [drawn(None, max_tokens=1), drawn(spec("regex", "[a-z]{10}"))]
+    answers = run_grammars(engine, params)
+    assert [len(answer.tokens) for answer in answers] == [1, 11]
+    assert sum(empty) <= 1  # the one behind the last token of the first row
+
+
 def test_a_slow_mask_holds_up_its_own_row_only(simple, monkeypatch):
     advance = grammar_rows._advance
 
