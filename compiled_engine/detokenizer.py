@@ -98,7 +98,10 @@ class _ByteLevelDetokenizer:
         self._is_inside = False  # a sequence that is not finished
 
     def push(self, ids: Sequence[int]) -> str:
-        data = b"".join([self._bytes_of(token_id) for token_id in ids])
+        if len(ids) == 1:  # nearly always
+            data = self._bytes_of(ids[0])
+        else:
+            data = b"".join([self._bytes_of(token_id) for token_id in ids])
         if data.isascii() and not self._is_inside:
             return data.decode("ascii")
         text = self._utf8.decode(data)

@@ -42,12 +42,13 @@ class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
     def __iter__(self) -> Iterator[TokenEvent]:
         columns = (self.request_ids, self.token_ids, self.num_cached_tokens)
         rows = zip(*(memoryview(column).cast("q").tolist() for column in columns), strict=True)
+        ends, logprobs, forced = self.ends, self.logprobs, self.forced
         for place, (request_id, token_id, num_cached) in enumerate(rows):
             token_ids = [token_id]
-            if request_id in self.forced:
-                token_ids = [*self.forced[request_id], token_id]
-            event = TokenEvent(request_id, token_ids, self.ends.get(place), num_cached)
-            yield self._with_logprobs(event) if request_id in self.logprobs else event
+            if request_id in forced:
+                token_ids = [*forced[request_id], token_id]
+            event = TokenEvent(request_id, token_ids, ends.get(place), num_cached)
+            yield self._with_logprobs(event) if request_id in logprobs else event
 
     def _with_logprobs(self, event: TokenEvent) -> TokenEvent:
         return msgspec.structs.replace(

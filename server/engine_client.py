@@ -405,7 +405,8 @@ class IpcEngineClient:
             done = self._controls.get(result.call_id)
             if done is not None and not done.done():
                 done.set_result(result)
-        for event in (*frame.events, *(frame.tokens or ())):
+        # One by one: the first token is on its way before the last one's event is made.
+        for event in itertools.chain(frame.events, frame.tokens or ()):
             # Events of requests that were aborted meanwhile find no mailbox.
             mailbox = self._mailboxes.get(event.request_id)
             if mailbox is not None:

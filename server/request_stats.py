@@ -69,6 +69,7 @@ class SequenceStats:
             grammar_s: seconds it waited for its grammar and for masks so far; None without any.
         """
         now_s = time.perf_counter()
+        num_tokens = len(event.token_ids)
         self._grammar_s = grammar_s
         if self._first_s is None:
             self._first_s = now_s
@@ -79,11 +80,12 @@ class SequenceStats:
                 self._metrics.queue_s.observe(queue_s)
                 self._prefill_s = max(0.0, now_s - self._submitted_s - queue_s - (grammar_s or 0.0))
                 self._metrics.prefill_s.observe(self._prefill_s)
-        elif event.token_ids:
-            gap_s = (now_s - self._last_s) / len(event.token_ids)
+        elif num_tokens:
+            gap_s = (now_s - self._last_s) / num_tokens
             self._metrics.inter_token_s.observe(gap_s)
-            self._longest_gap_s = max(self._longest_gap_s, gap_s)
-        self._num_tokens += len(event.token_ids)
+            if gap_s > self._longest_gap_s:
+                self._longest_gap_s = gap_s
+        self._num_tokens += num_tokens
         self._last_s = now_s
 
     def end(self, reason: str, *, num_tokens: int, num_cached_tokens: int) -> None:
