@@ -108,9 +108,10 @@ class StepLoop:
         self._grammars = GrammarRows(grammars, executor.shape.max_forced)
         self._logprobs = LogprobRows()
         # Most steps hand nothing to the device.
+        nobody = build_param_inbox(executor.shape, [])
         self._no_entries: tuple[Inbox, ParamInbox, list[RowMask]] = (
             self.inbox.take()[0],
-            build_param_inbox(executor.shape, []),
+            nobody,
             [],
         )
         self._random = random.Random(seed)
@@ -211,10 +212,7 @@ class StepLoop:
                 self.queue_times.arrive(request.request_id)
                 self._queue.append(request)
             if not (self._queue or self._seats or self._is_looping):  # nothing to launch
-                if self.executor.outbox.num_unread:
-                    return self._read()
-                self._grammars.wait_for_compile()
-                return TokenBatch()
+                return self._read() if self.executor.outbox.num_unread else self._wait_for_grammar()
         if self._loops_on_device:
             return self.device_loop()
         return self.overlap_loop() if self.is_overlapped else self.normal_loop()
@@ -251,6 +249,10 @@ class StepLoop:
         self._is_looping = self._loops_on_device = self.executor.launch_loop(
             key, max_steps=LOOP_STEPS, has_waiting=self.num_waiting > 0
         )
+        return TokenBatch()
+
+    def _wait_for_grammar(self) -> TokenBatch:
+        self._grammars.wait_for_compile()
         return TokenBatch()
 
     def drain(self) -> list[TokenEvent]:
