@@ -61,6 +61,8 @@ LOOP_STEPS = 32
 NAN_MESSAGE = "the model gave no valid logits for this request (NaN)"
 # The later ones can do all that the earlier ones can.
 _VARIANTS = tuple(reversed(Variant))
+# What a step brings the device.
+_Entries = tuple[Inbox, ParamInbox, list[RowMask]]
 # The last fields of a `TokenBatch`: by request id, log probabilities and what was forced.
 _More = tuple[dict[int, bytes], dict[int, bytes], dict[int, tuple[int, ...]]]
 
@@ -109,11 +111,7 @@ class StepLoop:
         self._logprobs = LogprobRows()
         # Most steps hand nothing to the device.
         nobody = build_param_inbox(executor.shape, [])
-        self._no_entries: tuple[Inbox, ParamInbox, list[RowMask]] = (
-            self.inbox.take()[0],
-            nobody,
-            [],
-        )
+        self._no_entries: _Entries = (self.inbox.take()[0], nobody, [])
         self._random = random.Random(seed)
         self._queue: deque[Request] = deque()
         self._free_rows = list(range(executor.shape.max_rows - 1, -1, -1))
@@ -212,7 +210,10 @@ class StepLoop:
                 self.queue_times.arrive(request.request_id)
                 self._queue.append(request)
             if not (self._queue or self._seats or self._is_looping):  # nothing to launch
-                return self._read() if self.executor.outbox.num_unread else self._wait_for_grammar()
+                if self.executor.outbox.num_unread:
+                    return self._read()
+                self._grammars.wait_for_compile()
+                return TokenBatch()
         if self._loops_on_device:
             return self.device_loop()
         return self.overlap_loop() if self.is_overlapped else self.normal_loop()
@@ -251,18 +252,12 @@ class StepLoop:
         )
         return TokenBatch()
 
-    def _wait_for_grammar(self) -> TokenBatch:
-        self._grammars.wait_for_compile()
-        return TokenBatch()
-
     def drain(self) -> list[TokenEvent]:
         """Reads every record still unread, without launching."""
         events: list[TokenEvent] = []
         while self.executor.outbox.num_unread:
-            if self._is_looping:
-                events.extend(self._read_loop() or ())
-            else:
-                events.extend(self._read())
+            read = self._read_loop if self._is_looping else self._read
+            events.extend(read() or ())
         return events
 
     def _is_steady(self) -> bool:
@@ -321,7 +316,7 @@ class StepLoop:
             is_refusal = grammar.is_refusal
             self._fail(self._seats[grammar.row], grammar.error, is_refusal=is_refusal)
 
-    def _take_entries(self) -> tuple[Inbox, ParamInbox, list[RowMask]]:
+    def _take_entries(self) -> _Entries:
         """The next step's entries; parameters of the requests submitted in it, masks it brings."""
         inbox, applied = self.inbox.take()
         submitted = [self._seats[entry.row] for entry in applied if isinstance(entry, SubmitEntry)]
