@@ -33,6 +33,7 @@ from perf.rows import ROOT, Outcome, Row, newest_run, read_rows, write_rows
 from perf.stopping import Stopped, stoppable
 from perf.suites import SUITES, chosen, run_suite
 
+RESULTS = ROOT / "results"
 SCENARIOS = (
     "agentic",
     "ci",
@@ -64,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="DIR")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--machine", help="folder below DIR (default: this machine's)")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", allow_abbrev=False)
@@ -135,9 +136,12 @@ def _this_machine() -> str:
 
 def _words(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The words of a suite's command that hold for every part: before `run`, and behind it."""
-    words = ["--results", str(args.results)]
+    from perf.machine import commit
+
+    words = ["--results", str(args.results)] if args.results != RESULTS else []
     words += ["--machine", args.machine] if args.machine else []
-    more = ["--commit", args.commit] if args.commit else []
+    # Found once: the rows of the first part are changes to the checkout for the second.
+    more = ["--commit", args.commit or commit()]
     given = [name for name in ("model", "vllm_python", "output_len") if getattr(args, name)]
     if given:
         raise SystemExit(f"--{given[0].replace('_', '-')}: run the scenario by itself with it")
