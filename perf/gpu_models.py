@@ -303,7 +303,7 @@ def run(options: Options, note: Note) -> Outcome:
     if not torch.cuda.is_available():
         raise SystemExit(f"{NAME} needs an NVIDIA GPU; torch sees none")
     ceilings = measure_ceilings(options.num_repeats)
-    measured, failures = list(ceilings.measured()), []
+    measured, failures = list(ceilings.measured()), list[str]()
     stop_on_sigterm()
     for name in models:
         shape, start = SHAPES[name], time.perf_counter()
