@@ -3,7 +3,8 @@
 run      measures a scenario, or a suite of them, and appends rows to perf/results/<machine>/
 check    exit code 1 if the newest run is worse, or better, than what was recorded, or misses a
          target where nothing was; lists what is unguarded; --suite ci measures anew
-record   makes what runs have reached, and the margin they give, the expectation
+record   makes what runs have reached, and the margin they give, the expectation; --history does
+         so for a device with a name, of which few runs of one commit exist
 compare  two runs side by side, judged by their noise
 report   the newest run of each scenario; --markdown and --html write documents
 """
@@ -29,10 +30,11 @@ from perf.judge import (
     record,
     write_recorded,
 )
-from perf.rows import ROOT, Outcome, Row, newest_run, read_rows, write_rows
+from perf.rows import ROOT, Outcome, Row, newest_runs, read_rows, write_rows
 from perf.stopping import Stopped, stoppable
 from perf.suites import SUITES, chosen, run_suite
 
+RESULTS = ROOT / "results"
 SCENARIOS = (
     "agentic",
     "ci",
@@ -64,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--results", type=Path, default=ROOT / "results", metavar="DIR")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--machine", help="folder below DIR (default: this machine's)")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", allow_abbrev=False)
@@ -85,8 +87,15 @@ def build_parser() -> argparse.ArgumentParser:
     checked.add_argument("--suite", choices=SUITES, help="all its scenarios; ci measures anew")
     checked.add_argument("--cache-dir", type=Path, metavar="DIR", help="of `ci`: compiled code")
     recorded = commands.add_parser("record", allow_abbrev=False)
-    recorded.add_argument("scenario", choices=SCENARIOS)
-    recorded.add_argument("--num-runs", type=int, default=1, metavar="N", help="newest N runs")
+    recorded.add_argument("scenario", nargs="?", choices=SCENARIOS)
+    recorded.add_argument("--suite", choices=SUITES, help="all its scenarios")
+    which = recorded.add_mutually_exclusive_group()
+    which.add_argument("--num-runs", type=int, metavar="N", help="newest N runs (default: 1)")
+    which.add_argument(
+        "--history",
+        action="store_true",
+        help="the newest run of every row, noise from those before; for a device with a name",
+    )
     compare = commands.add_parser("compare")
     compare.add_argument("runs", nargs=2, metavar="RUN", help="run id, commit, or file of rows")
     shown = commands.add_parser("report")
@@ -99,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code of the command."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.command in ("run", "check") and (args.scenario is None) == (args.suite is None):
+    if hasattr(args, "suite") and (args.scenario is None) == (args.suite is None):
         parser.error(f"{args.command}: either a scenario or --suite")
     if args.command == "run" and args.suite is not None:
         return run_suite(chosen(args.suite, args.only), *_words(args))
@@ -120,7 +129,10 @@ def _with_rows(args: argparse.Namespace, machine: str) -> int:
     if args.command == "check":
         return check_command(args, rows, read_recorded(machine))
     if args.command == "record":
-        return record_command(args, rows, machine)
+        if args.scenario:
+            return record_command(args, args.scenario, rows, machine)
+        ran = [n for n in scenarios_of(args.suite) if any(row.scenario == n for row in rows)]
+        return max((record_command(args, name, rows, machine) for name in ran), default=1)
     from perf.report import report
 
     report(rows)
@@ -135,9 +147,12 @@ def _this_machine() -> str:
 
 def _words(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The words of a suite's command that hold for every part: before `run`, and behind it."""
-    words = ["--results", str(args.results)]
+    from perf.machine import commit
+
+    words = ["--results", str(args.results)] if args.results != RESULTS else []
     words += ["--machine", args.machine] if args.machine else []
-    more = ["--commit", args.commit] if args.commit else []
+    # Found once: the rows of the first part are changes to the checkout for the second.
+    more = ["--commit", args.commit or commit()]
     given = [name for name in ("model", "vllm_python", "output_len") if getattr(args, name)]
     if given:
         raise SystemExit(f"--{given[0].replace('_', '-')}: run the scenario by itself with it")
@@ -216,10 +231,10 @@ def check_command(
 ) -> int:
     """Judges one scenario, or those of a suite that were run on this machine."""
     if args.suite is None:
-        return check(newest_run(rows, args.scenario), recorded.get(args.scenario, {}))
+        return check(newest(rows, args.scenario), recorded.get(args.scenario, {}))
     failed = False
-    for scenario in dict.fromkeys(part.scenario for part in SUITES[args.suite]):
-        run = newest_run(rows, scenario)
+    for scenario in scenarios_of(args.suite):
+        run = newest(rows, scenario)
         if scenario == "ci":
             run, _ = measure(scenario, vars(args))
         elif not run:
@@ -230,18 +245,29 @@ def check_command(
     return int(failed)
 
 
+def scenarios_of(suite: str) -> list[str]:
+    """Its scenarios, each once."""
+    return list(dict.fromkeys(part.scenario for part in SUITES[suite]))
+
+
+def newest(rows: Sequence[Row], scenario: str) -> list[Row]:
+    """Rows of the scenario's last run of each model, and of what runs share the last."""
+    return list({row.key: row for run in newest_runs(rows, scenario) for row in run}.values())
+
+
 def check(
     rows: Sequence[Row], recorded: Mapping[str, Recorded] | None = None, *, is_whole: bool = False
 ) -> int:
-    """Judges one run; of a whole one everything that was recorded must be there."""
+    """Judges the newest rows; of a whole run everything that was recorded must be there."""
     if not rows:
         print("no run to check", file=sys.stderr)
         return 1
     recorded = recorded or {}
     expectations = read_expectations().get(rows[0].scenario, {})
-    has_failed = rows[0].void
-    if has_failed:
-        print(f"run {rows[0].run_id} is void: the device gave less than it should")
+    void = list(dict.fromkeys(row.run_id for row in rows if row.void))
+    has_failed = bool(void)
+    for run_id in void:
+        print(f"run {run_id} is void: the device gave less than it should")
     unguarded = []
     for row in rows:
         verdict = judge(row, expectations.get(row.key), recorded.get(row.key))
@@ -257,17 +283,36 @@ def check(
     return int(has_failed)
 
 
-def record_command(args: argparse.Namespace, rows: Sequence[Row], machine: str) -> int:
+def record_command(
+    args: argparse.Namespace, scenario: str, rows: Sequence[Row], machine: str
+) -> int:
     """Makes the newest runs of a scenario the expectation, with the margin they give."""
-    own = [row for row in rows if row.scenario == args.scenario and not row.void]
-    run_ids = list(dict.fromkeys(row.run_id for row in own))[-args.num_runs :]
-    if len(run_ids) < args.num_runs:
-        print(f"{len(run_ids)} runs of {args.scenario}, not {args.num_runs}", file=sys.stderr)
+    if args.history:
+        return record_history(scenario, rows, machine)
+    num_runs = args.num_runs or 1
+    own = [row for row in rows if row.scenario == scenario and not row.void]
+    run_ids = list(dict.fromkeys(row.run_id for row in own))[-num_runs:]
+    if len(run_ids) < num_runs:
+        print(f"{len(run_ids)} runs of {scenario}, not {num_runs}", file=sys.stderr)
         return 1
     runs = [[row for row in own if row.run_id == run_id] for run_id in run_ids]
-    entries = record(runs, getattr(load_scenario(args.scenario), "least_margin", lambda _: 0.0))
-    write_recorded(any_machine() if args.scenario == "ci" else machine, args.scenario, entries)
+    entries = record(runs, getattr(load_scenario(scenario), "least_margin", lambda _: 0.0))
+    write_recorded(any_machine() if scenario == "ci" else machine, scenario, entries)
     print(f"recorded {len(entries)} values of {', '.join(run_ids)}")
+    return 0
+
+
+def record_history(scenario: str, rows: Sequence[Row], machine: str) -> int:
+    """Makes the newest run of each row the expectation; exit code 1 if there is none."""
+    from perf.history import guards, show
+
+    found, missing = guards(rows, scenario)
+    if not (found or missing):
+        print(f"{scenario}: no run of {machine}", file=sys.stderr)
+        return 1
+    write_recorded(machine, scenario, found, is_whole=True)
+    print(f"{scenario}: recorded {len(found)} values")
+    show(found, missing)
     return 0
 
 

@@ -60,11 +60,11 @@ class Sizes:
 
 
 CPU_SIZES = Sizes(
-    shared=256,
-    first=384,
-    later=48,
-    turns=4,
-    output=24,
+    shared=512,
+    first=1024,
+    later=96,
+    turns=6,
+    output=48,
     pause_s=0.3,
     pairs=((2, 1), (4, 2), (8, 4)),
 )

@@ -84,7 +84,11 @@ def _answers(options: Options, device: str, eager: bool) -> list[list[int]]:
     from compiled_engine import LLM, SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len)
-    settings = {"dtype": "float32", "max_model_len": 512, "chunked_prefill_size": 64}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "chunked_prefill_size": 64,
+    }
     with LLM(options.model, device=device, enforce_eager=eager, max_num_seqs=8, **settings) as llm:
         tokenizer = llm.tokenizer
         prompts = [

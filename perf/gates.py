@@ -28,7 +28,7 @@ from perf.rows import Measured, Outcome, Row
 NAME = "ci"
 COLD_START = "perf_cold_start.json"
 # (name, capability of the GPU or None for a CPU, dtype, tokens of the step)
-PLACES = (
+PLACES: tuple[tuple[str, int | None, Any, int], ...] = (
     ("cpu", None, "float32", 1),
     ("cpu", None, "float32", 32),
     ("sm_90", 90, "bfloat16", 1),

@@ -180,13 +180,18 @@ def read_recorded(machine: str, path: Path = RECORDED) -> dict[str, dict[str, Re
 
 
 def write_recorded(
-    machine: str, scenario: str, entries: Mapping[str, Recorded], path: Path = RECORDED
+    machine: str,
+    scenario: str,
+    entries: Mapping[str, Recorded],
+    path: Path = RECORDED,
+    *,
+    is_whole: bool = False,
 ) -> None:
-    """Puts entries in the place of those of the same keys; the rest stays."""
+    """Puts entries in the place of those of the same keys; the rest stays unless this is whole."""
     stored: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    kept = stored.setdefault(machine, {}).setdefault(scenario, {})
+    kept = {} if is_whole else stored.get(machine, {}).get(scenario, {})
     kept |= {key: asdict(entry) for key, entry in entries.items()}
-    stored[machine][scenario] = dict(sorted(kept.items()))
+    stored.setdefault(machine, {})[scenario] = dict(sorted(kept.items()))
     path.write_text(_lines(stored))
 
 

@@ -217,7 +217,7 @@ def profiled_steps(driver: Driver, batch_size: int) -> list[Kernel]:
 def device_kernels(work: Callable[[], Any]) -> list[Kernel]:
     """What ran on the device until `work` was done."""
     import torch
-    from torch.autograd import DeviceType
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -71,7 +71,7 @@ def write_checkpoint(
     """Writes a bf16 checkpoint of random bits that are numbers; returns the tensors' bytes."""
     noise = np.random.default_rng(0).integers(0, 1 << 16, size=1 << 23, dtype=np.uint16)
     # Exponents around 1: nothing infinite, nothing that is no number.
-    data = memoryview(((noise & 0x80FF) | 0x3F00).view(np.uint8))
+    data = ((noise & 0x80FF) | 0x3F00).view(np.uint8).data
     shards = split_shards(shapes, num_shards)
     names = [f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
     with ThreadPoolExecutor(num_shards) as pool:
@@ -138,7 +138,7 @@ def _load_s(folder: Path, num_repeats: int) -> list[float]:
     from compiled_engine.models.weights import build_model, load_weights
 
     config = load_model_config(folder)
-    place = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0)}
+    place: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0)}
     model = build_model(ARCHITECTURES[config.architecture], config, **place)
     taken = []
     for _ in range(num_repeats):

@@ -33,7 +33,7 @@ def measure_prefill(
     """
     prefill_s(driver)
     seconds = [prefill_s(driver) for _ in range(num_repeats)]
-    case = {"batch": len(PREFILL_LENS), "case": str(PREFILL_LENS[0])}
+    case: dict[str, Any] = {"batch": len(PREFILL_LENS), "case": str(PREFILL_LENS[0])}
     num_tokens, operations = sum(PREFILL_LENS), flops(PREFILL_LENS)
     yield Measured(
         metric="prefill_tok_s", unit="tokens/s", values=[num_tokens / s for s in seconds], **case

@@ -105,7 +105,8 @@ def rates(case: OpCase, candidate: str, seconds: list[float], ceilings: Ceilings
 
 def attention_share(ceilings: Ceilings, num_repeats: int) -> Measured:
     """The attention kernel of prompts alone, one of 8192 tokens, over the matmul rate."""
-    from perf.op_families import Sequences, paged_calls
+    from compiled_engine.custom_ops.family_inputs import Sequences
+    from perf.op_families import paged_calls
 
     length = 8192
     calls = paged_calls(Sequences([length], [length]), copies=4, is_decode=False)

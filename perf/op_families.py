@@ -183,7 +183,7 @@ def _linear_case(
     x, weight, bias, norm, _, residual, _ = arguments[0]
     traits = fused_linear_traits(x, weight, bias, norm, residual, is_gated)
     op, target = torch.ops.ce.fused_linear.default, Target.of(x.device)
-    candidates = {
+    candidates: dict[str, Sequence[Callable[[], Any]]] = {
         candidate.name: [partial(op, *given, candidate.name) for given in arguments]
         for candidate in CANDIDATES
         if candidate.rejection(target, x.dtype, traits) is None
@@ -204,7 +204,7 @@ def with_candidates(
     functions = {"inductor": compiled}
     if has_own_kernel(spec.overload, "cuda"):
         functions["ours"] = spec.overload
-    candidates = {
+    candidates: dict[str, Sequence[Callable[[], Any]]] = {
         name: [partial(function, *given) for given in arguments]
         for name, function in functions.items()
     }

@@ -38,6 +38,7 @@ svg { display: block; width: 100%; height: auto; }
 svg text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--text); }
 svg .tick, svg .axis { fill: var(--quiet); }
 svg .note { font-size: 11px; }
+.lead { stroke: var(--quiet); stroke-width: 0.6; }
 .many svg text { font-size: 19px; }
 .many svg .note { font-size: 16px; }
 .grid { stroke: var(--line); }

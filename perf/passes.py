@@ -45,7 +45,7 @@ def run(options: Options, note: Note) -> Outcome:
 
 
 def _passes(model: str, arch: int | None, note: Note) -> Iterator[Measured]:
-    from compiled_engine.passes import PASS_NAMES
+    from compiled_engine.passes.names import PASS_NAMES
 
     place = f"sm_{arch}" if arch else "cpu"
     whole = _explain(model, arch, ())

@@ -3,7 +3,8 @@
 Counts are the same on every machine. Host reads are the calls by which Python gets a tensor's
 values, which on a GPU would wait for the device; on a CPU the step reads its own plan, once. Bytes
 to and from the device are those of the entries handed to a step, and of the record it leaves: what
-a GPU's copies would hold.
+a GPU's copies would hold. Bytes copied are those of every copy that Python asks torch for, within
+compiled pieces too: one more to the device or back, wherever it stands, is among them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ LONG_PROMPT_LEN = 240
 Clock = Callable[[], float]
 # Calls of `torch.Tensor` that hand values to Python.
 READS = ("item", "tolist", "__int__", "__bool__", "__float__", "__index__", "cpu", "nonzero")
+# Calls that copy their first argument's bytes or give them to Python, and those that make a tensor
+# of Python's values. On one device some copy nothing, and would with two.
+COPIES = frozenset({*READS, "copy_", "_to_copy", "to", "cuda", "numpy", "__array__", "__setitem__"})
+NEW = frozenset({"tensor", "as_tensor", "asarray"})
 
 
 def count_steps(engine: Any) -> Iterator[Measured]:
@@ -39,12 +44,15 @@ def count_steps(engine: Any) -> Iterator[Measured]:
                 _repeat(step)
             with counted_bytes(engine) as (sent, received):
                 _repeat(step)
+            with counted_copies() as copies:
+                _repeat(step)
             allocations = count_allocations(lambda step=step: _repeat(step))  # type: ignore[misc]
         counts = {
             "host_reads_per_step": len(reads) / NUM_STEPS,
             "allocations_per_step": allocations / NUM_STEPS,
             "bytes_to_device_per_step": sum(sent) / NUM_STEPS,
             "bytes_to_host_per_step": sum(received) / NUM_STEPS,
+            "copied_bytes_per_step": sum(size for _, size in copies) / NUM_STEPS,
         }
         for metric, value in counts.items():
             yield Measured(metric=metric, unit="count", batch=batch_size, values=[value])
@@ -120,6 +128,29 @@ def counted_bytes(engine: Any) -> Iterator[tuple[list[int], list[int]]]:
         patch.object(executor.outbox, "read", counted_read),
     ):
         yield sent, received
+
+
+@contextmanager
+def counted_copies() -> Iterator[list[tuple[str, int]]]:
+    """Collects name and bytes of each call inside by which Python has torch copy a tensor."""
+    from torch.overrides import TorchFunctionMode
+
+    found: list[tuple[str, int]] = []
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            name = func.__name__.partition(".")[0]  # of an op it ends by its overload
+            if name in COPIES:
+                found.append((name, args[0].nbytes))
+            elif name in NEW:
+                found.append((name, result.nbytes))
+            return result
+
+    with Counting():
+        yield found
 
 
 def count_allocations(work: Callable[[], None]) -> int:

@@ -6,15 +6,25 @@ Colours are CSS variables of the page (`--series-0` and on): light and dark shar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 640, 330
-LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 44
+RIGHT, TOP, BOTTOM = 16, 14, 44
 NUM_COLOURS = 6
 BAR_HEIGHT, LABEL_WIDTH = 24, 190
-CHARACTER_WIDTH = 6.2  # of the notes, about
+# Of the text, as the page has it: in a chart, and in a small one among many.
+TEXT_SIZE, SMALL_CHART_TEXT_SIZE = 12, 19
+NOTE_SIZE = 11
+CHARACTER_SHARE = 0.6  # of a text's size, about, that a character is wide
+POINT_RADIUS = 4
+# Lines of notes that one may be moved by so that it covers no other.
+MOST_LINES_OFF = 9
+# How many lines off a note is as bad as on a series' line, and how that is looked for.
+COST_ON_LINE = 3
+STEPS_ALONG_LINE = 60
 
 Point = tuple[float, float]
 
@@ -84,24 +94,38 @@ def _linear_ticks(low: float, high: float) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def chart(x: Axis, y: Axis, series: Sequence[Series], *, title: str) -> str:
-    """A chart with its legend; `title` is read to those who do not see it."""
+def chart(
+    x: Axis, y: Axis, series: Sequence[Series], *, title: str, text_size: int = TEXT_SIZE
+) -> str:
+    """A chart with its legend.
+
+    Args:
+        x: its axis from left to right.
+        y: its axis upwards.
+        series: what is drawn, the last on top.
+        title: read to those who do not see it.
+        text_size: of the ticks in the page, which must have room.
+    """
     xs = [p[0] for s in series for p in s.points]
     ys = [p[1] for s in series for p in s.points] + [
         v for s in series for p in s.spreads for v in p
     ]
-    across = _scale(xs, x, LEFT, WIDTH - RIGHT)
     up = _scale(ys, y, HEIGHT - BOTTOM, TOP)
+    longest = max((len(short(tick)) for tick in up.ticks()), default=0)
+    left = round(text_size * (1.6 + CHARACTER_SHARE * longest) + 8)
+    across = _scale(xs, x, left, WIDTH - RIGHT)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">',
         *_grid(across, up),
-        f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" '
+        f'<text class="axis" x="{(left + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" '
         f'text-anchor="middle">{escape(x.label)}</text>',
-        f'<text class="axis" transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) '
-        f'rotate(-90)" text-anchor="middle">{escape(y.label)}</text>',
+        f'<text class="axis" transform="translate({text_size + 1} '
+        f'{(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y.label)}</text>",
     ]
     for number, entry in enumerate(series):
         parts += _drawn(entry, number % NUM_COLOURS, across, up)
+    parts += _notes(series, across, up)
     parts.append("</svg>")
     return "\n".join(parts) + (legend([s.name for s in series]) if len(series) > 1 else "")
 
@@ -119,9 +143,9 @@ def _grid(across: _Scale, up: _Scale) -> list[str]:
     parts = []
     for tick in up.ticks():
         at = f"{up.place(tick):.1f}"
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{at}" y2="{at}"/>')
+        parts.append(f'<line class="grid" x1="{across.start}" x2="{right}" y1="{at}" y2="{at}"/>')
         parts.append(
-            f'<text class="tick" x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end">'
+            f'<text class="tick" x="{across.start - 6}" y="{at}" dy="4" text-anchor="end">'
             f"{short(tick)}</text>"
         )
     for tick in across.ticks():
@@ -149,18 +173,86 @@ def _drawn(entry: Series, colour: int, across: _Scale, up: _Scale) -> list[str]:
             label = entry.labels[number] if entry.labels else ""
             told = escape(label or entry.name)
             parts.append(
-                f'<circle class="point" cx="{px:.1f}" cy="{py:.1f}" r="4">'
+                f'<circle class="point" cx="{px:.1f}" cy="{py:.1f}" r="{POINT_RADIUS}">'
                 f"<title>{told}: {short(entry.points[number][0])}, "
                 f"{short(entry.points[number][1])}</title></circle>"
             )
-            if label:
-                is_right = px + CHARACTER_WIDTH * len(label) + 8 > WIDTH
-                anchor, at, up_by = ("end", px - 8, -15) if is_right else ("start", px + 8, 7)
-                parts.append(
-                    f'<text class="note" x="{at:.1f}" y="{py - up_by:.1f}" text-anchor="{anchor}">'
-                    f"{escape(label)}</text>"
-                )
     return [*parts, "</g>"]
+
+
+@dataclass(frozen=True)
+class _Box:
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def holds(self, point: Point) -> bool:
+        return self.left < point[0] < self.right and self.top < point[1] < self.bottom
+
+    def meets(self, other: _Box) -> bool:
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+        )
+
+
+def _notes(series: Sequence[Series], across: _Scale, up: _Scale) -> Iterator[str]:
+    """The labels of all points, each where it covers no point, no other label and hardly a line."""
+    noted = [
+        (label, across.place(px), up.place(py))
+        for entry in series
+        for label, (px, py) in zip(entry.labels, entry.points, strict=False)
+        if label
+    ]
+    radius = POINT_RADIUS
+    taken = [_Box(x - radius, y - radius, x + radius, y + radius) for _, x, y in noted]
+    lines = [point for entry in series for point in _along(entry, across, up)]
+    for label, x, y in noted:
+        at, lines_off = _free_place(label, (x, y), across.start, taken, lines)
+        taken.append(at)
+        if lines_off:
+            near = at.left if at.left > x else at.right
+            middle = (at.top + at.bottom) / 2
+            yield (
+                f'<line class="lead" x1="{x:.1f}" y1="{y:.1f}" x2="{near:.1f}" y2="{middle:.1f}"/>'
+            )
+        yield f'<text class="note" x="{at.left:.1f}" y="{at.bottom - 2:.1f}">{escape(label)}</text>'
+
+
+def _along(entry: Series, across: _Scale, up: _Scale) -> Iterator[Point]:
+    """Points of the line of a series, close to each other."""
+    if entry.has_line:
+        places = [(across.place(px), up.place(py)) for px, py in entry.points]
+        for (x0, y0), (x1, y1) in pairwise(places):
+            for step in range(STEPS_ALONG_LINE + 1):
+                share = step / STEPS_ALONG_LINE
+                yield x0 + (x1 - x0) * share, y0 + (y1 - y0) * share
+
+
+def _free_place(
+    label: str, point: Point, edge: float, taken: Sequence[_Box], lines: Sequence[Point]
+) -> tuple[_Box, int]:
+    """The best free place beside a point, and by how many lines it is off; else the nearest."""
+    (x, y), width, height = point, CHARACTER_SHARE * NOTE_SIZE * len(label), NOTE_SIZE + 2.0
+    places = [
+        (_Box(left, top, left + width, top + height), lines_off)
+        for lines_off in range(MOST_LINES_OFF + 1)
+        for aside in [2 * POINT_RADIUS + 2 * lines_off]
+        for top in (y - height - 3 - lines_off * height, y + 3 + lines_off * height)
+        for left in (x + aside, x - aside - width)
+    ]
+
+    def is_free(box: _Box) -> bool:
+        is_inside = box.left > edge and box.right < WIDTH and box.top > 0
+        return is_inside and box.bottom < HEIGHT - BOTTOM and not any(map(box.meets, taken))
+
+    def cost(place: tuple[_Box, int]) -> int:
+        return place[1] + COST_ON_LINE * any(map(place[0].holds, lines))
+
+    return min((place for place in places if is_free(place[0])), key=cost, default=places[0])
 
 
 def legend(names: Sequence[str]) -> str:

@@ -135,7 +135,7 @@ class EntryStore:
         self._seen: dict[str, FileIdentity] = {}  # the files that were read
 
     def load(self, name: str) -> bytes | None:
-        """The entry, verified by its digest; None is a miss, which is counted and logged."""
+        """The entry, verified by its digest; None is a miss, which is counted."""
         try:
             with opened(*self._place) as folder:
                 self._seen[name] = file_identity(folder, name + SUFFIX)
@@ -237,7 +237,6 @@ class EntryStore:
 
     def _miss(self, name: str, reason: str) -> None:
         self.counters.misses.append(Miss(name, reason))
-        logger.info("compile cache: %s is a miss: %s", name, reason)
 
     def _note_use(self, folder: int) -> None:
         """`cache ls` and `cache prune` go by the time of the key's file."""

@@ -65,6 +65,49 @@ def test_bars_begin_where_the_one_before_ends():
     assert longer == pytest.approx(3 * width, abs=0.2)
 
 
+# Pairs of texts of one drawing that cover each other, and texts beyond their drawing.
+COVERED = """[...document.querySelectorAll('svg')].flatMap(svg => {
+  const frame = svg.getBoundingClientRect();
+  const found = [...svg.querySelectorAll('text')].map(
+    text => [text.textContent, text.getBoundingClientRect()]);
+  const outside = found.filter(([_, box]) => box.left < frame.left - 1 || box.right >
+    frame.right + 1 || box.top < frame.top - 1 || box.bottom > frame.bottom + 1).map(f => f[0]);
+  const covered = found.flatMap(([one, a], n) => found.slice(n + 1).filter(([_, b]) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+    Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2
+  ).map(([other]) => one + ' / ' + other));
+  return [...outside, ...covered];
+})"""
+
+
+def test_no_text_covers_another(page_file: Path, tmp_path: Path):
+    """Of the committed results, and of points that lie upon each other."""
+    crowd = Series(
+        name="many",
+        points=[(1.0 + n / 50, 5.0 + n / 50) for n in range(8)] + [(2.0, 9.0)],
+        labels=[f"a label of some length {n}" for n in range(8)] + ["elsewhere"],
+    )
+    numbers = Series(name="close", points=[(1.0, 1.00001), (2.0, 1.00002)])
+    x, y = Axis(label="x"), Axis(label="ratio")
+    page_text, marks = page_file.read_text(), "</main>"
+    assert marks in page_text
+    planted = "<svg viewBox='0 0 50 20'><text y='15'>one</text><text y='16'>two</text></svg>"
+    charts = chart(x, y, [crowd], title="t") + chart(x, y, [numbers], title="t")
+    crowded, broken = tmp_path / "crowded.html", tmp_path / "broken.html"
+    crowded.write_text(page_text.replace(marks, f'<div class="plot">{charts}</div>{marks}'))
+    broken.write_text(page_text.replace(marks, f'<div class="plot">{planted}</div>{marks}'))
+
+    async def look() -> None:
+        async with aiohttp.ClientSession() as session, browser.page(session, Page) as page:
+            await page.resize(1000, 1200)
+            for path, expected in ((crowded, []), (broken, ["one / two"])):
+                await page.open(path.as_uri())
+                assert await page.value(COVERED) == expected
+
+    with running_browser() as browser:
+        asyncio.run(look())
+
+
 def test_the_page_fits_narrow_windows_in_light_and_dark(page_file: Path):
     async def look() -> None:
         async with aiohttp.ClientSession() as session, browser.page(session, Page) as page:

@@ -428,6 +428,17 @@ def test_turns_of_an_agent_are_counted_apart():
         take({"error": "boom"}, turns[0], 0.0)
 
 
+def test_parts_of_a_suite_say_the_commit_of_its_start_and_no_folder_of_this_machine(monkeypatch):
+    found = iter(["abc", "abc+"])
+    monkeypatch.setattr(machine, "commit", lambda: next(found))
+    called = []
+    monkeypatch.setattr(perf_main, "run_suite", lambda parts, *words: called.append(words) or 0)
+    assert perf_main.main(["run", "--suite", "cpu"]) == 0
+    assert called == [([], ["--commit", "abc"])]
+    perf_main.main(["--results", "elsewhere", "run", "--suite", "cpu", "--commit", "def"])
+    assert called[1] == (["--results", "elsewhere"], ["--commit", "def"])
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_suite_runs_every_part_and_tells_which_failed(code, monkeypatch, capsys):
     import subprocess

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,13 @@ from perf.decode import Driver
 from perf.judge import Recorded, any_machine, judge, read_recorded
 from perf.qwen3_8b import Prompts
 from perf.rows import Measured, Row
-from perf.step_gates import count_allocations, count_steps, counted_reads, steady
+from perf.step_gates import (
+    count_allocations,
+    count_steps,
+    counted_copies,
+    counted_reads,
+    steady,
+)
 from tests.helpers.engines import compiled_tiny_engine, tiny_engine
 from tests.helpers.tiny_model import tiny_config, write_tiny_model
 
@@ -163,6 +169,44 @@ def test_bytes_across_are_those_of_entries_and_records(eager):
     assert rows["bytes_to_device_per_step[batch=8]"] == 0
     record = eager.loop.executor.shape.max_rows + 1
     assert rows["bytes_to_host_per_step[batch=8]"] >= record * 4 * 8
+
+
+COPIES: dict[str, Callable[[torch.Tensor], object]] = {
+    "to": lambda x: x.to(x.device, non_blocking=True),  # on a CPU it hands back what it was given
+    "tensor": lambda x: torch.tensor([1, 2, 3], device=x.device),
+    "copy_": lambda x: x.copy_(x),
+    "__setitem__": lambda x: x.__setitem__(0, 0),
+    "numpy": lambda x: x.numpy(),
+    "_to_copy": torch.ops.aten._to_copy.default,
+}
+
+
+def test_one_more_copy_in_a_step_turns_the_gate_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engine = compiled_tiny_engine(write_tiny_model(tmp_path, family="qwen3", seed=3))
+    executor = engine.loop.executor
+    launch, extra = executor.launch, torch.zeros(1, dtype=torch.int64)
+    keys = {f"copied_bytes_per_step[batch={batch}]" for batch in (1, 8)}
+    assert not keys & red(rows_of(count_steps(engine)))
+    for copy in COPIES.values():
+
+        def copying(*args, copy=copy, **kwargs) -> None:
+            copy(extra)
+            launch(*args, **kwargs)
+
+        monkeypatch.setattr(executor, "launch", copying)
+        assert keys <= red(rows_of(count_steps(engine)))
+
+
+def test_copies_are_counted_with_their_bytes_and_nothing_else():
+    x = torch.zeros(4)
+    with counted_copies() as found:
+        x + 1
+        x.view(2, 2).sum().unsqueeze(0)
+        for copy in COPIES.values():
+            copy(x)
+    assert found == [(name, 24 if name == "tensor" else 16) for name in COPIES]
 
 
 def test_reads_and_allocations_are_counted_and_nothing_else():

@@ -17,7 +17,15 @@ from compiled_engine.tokenizer import Tokenizer
 from perf.instant_engine import InstantEngine
 from perf.overload import RAMP_S, rate
 from perf.receipts import FIRST_TOKEN_ID, read_streams
-from perf.server_overhead import delays_ms, plain_tokens, tokens_per_processor_s
+from perf.rows import Measured
+from perf.server_overhead import (
+    Options,
+    TokensTogetherError,
+    delays_ms,
+    plain_tokens,
+    run,
+    tokens_per_processor_s,
+)
 from perf.servers import ServerProcess
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -53,8 +61,25 @@ def test_delays_leave_beginnings_and_merged_streams_out():
     delays = delays_ms(sent, received)
     assert delays == pytest.approx([name + 1 for name in range(9) for _ in range(2)])
     received[8] = received[8][:-1]
-    with pytest.raises(SystemExit, match="in 2 streams"):
+    with pytest.raises(TokensTogetherError, match="in 2 streams"):
         delays_ms(sent, received)
+
+
+def test_rates_are_kept_where_a_busy_machine_hides_the_delays(monkeypatch: pytest.MonkeyPatch):
+    rate = Measured(metric="tokens_per_core_s", unit="tokens/s", values=[1.0])
+
+    def hidden(*_: object) -> list[Measured]:
+        raise TokensTogetherError("in 41 streams tokens came together")
+
+    place = "perf.server_overhead."
+    monkeypatch.setattr(f"{place}resolve_model", lambda *_: Path())
+    monkeypatch.setattr(f"{place}Tokenizer.from_folder", lambda _: None)
+    monkeypatch.setattr(f"{place}plain_tokens", lambda _: {})
+    monkeypatch.setattr(f"{place}_throughput", lambda *_: [rate])
+    monkeypatch.setattr(f"{place}_delay", hidden)
+    outcome = run(Options(), print)
+    assert outcome.measured == [rate]
+    assert outcome.failures == ["emit_to_client_ms: in 41 streams tokens came together"]
 
 
 def test_a_rate_counts_whole_answers_while_requests_come():
