@@ -134,7 +134,7 @@ def test_new_rows_go_red_on_a_planted_regression_and_on_a_win(share, text, tmp_p
     assert "nobody_knows[qwen3-8b,bf16]" in written.splitlines()[-1]
     # The suite sees it too, beside what was never run.
     assert perf_main.main([*command, "--suite", "h200"]) == (0 if text is None else 1)
-    assert "op_bench: never run on this machine" in capsys.readouterr().out
+    assert "agentic: never run on this machine" in capsys.readouterr().out
 
 
 def test_every_kind_of_row_can_go_red(tmp_path, capsys):
