@@ -21,7 +21,7 @@ ModelImpl = Literal["auto", "native", "transformers"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 OverlapSchedule = Literal["auto", "on", "off"]
-JumpForward = Literal["auto", "on", "off"]
+JumpForward = Literal["on", "off"]
 CompileMode = Literal["first", "eager-first"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 CudagraphMode = Literal["full", "piecewise", "none"]
@@ -66,8 +66,7 @@ class EngineConfig:
         max_total_tokens: tokens the KV pool holds; None sizes it from memory.
         gpu_memory_utilization: hard ceiling on the share of GPU memory the engine takes.
         enable_prefix_caching: reuse KV pages of equal prefixes.
-        jump_forward: text that a grammar forces is appended at once, instead of token by token;
-            "auto" does on a CPU, where that was measured to pay.
+        jump_forward: text that a grammar forces is appended at once, instead of token by token.
         enforce_eager: run the same model and scheduler without torch.compile.
         overlap_schedule: launch a step before the tokens of the one before are read; "auto" does
             on a GPU, where the host would wait.
@@ -122,7 +121,7 @@ class EngineConfig:
     max_total_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    jump_forward: JumpForward = "auto"
+    jump_forward: JumpForward = "on"
     enforce_eager: bool = False
     overlap_schedule: OverlapSchedule = "auto"
     cudagraph_mode: CudagraphMode = "full"

@@ -244,7 +244,7 @@ def _make_loop(
         is_overlapped=settings.is_overlapped,
         step_times=_measure_step_times(config, model_config, executor),
         loops_on_device=config.device_loop,
-        grammars=_grammar_service(config, settings, settings.device),
+        grammars=_grammar_service(config, settings),
     )
 
 
@@ -268,9 +268,7 @@ def _log_quantization(
         logger.info("quantised: %s", line)
 
 
-def _grammar_service(
-    config: EngineConfig, settings: Settings, device: torch.device
-) -> GrammarService | None:
+def _grammar_service(config: EngineConfig, settings: Settings) -> GrammarService | None:
     """Compiles grammars for the model's tokenizer; None where it has none, or no end token."""
     folder = settings.tokenizer_folder
     if not (has_tokenizer(folder) and settings.eos_token_ids):
@@ -285,8 +283,7 @@ def _grammar_service(
         special = sorted(i for i in tokenizer.special_token_ids if i < len(tokens))
         return TokenTable(tokens, special, list(settings.eos_token_ids), tokenizer.backend.to_str())
 
-    jumps = {"auto": device.type == "cpu", "on": True, "off": False}[config.jump_forward]
-    return GrammarService(load_tokens, encodes=jumps)
+    return GrammarService(load_tokens, encodes=config.jump_forward == "on")
 
 
 def kept_ops(device: torch.device) -> frozenset[str]:

@@ -65,7 +65,7 @@ def expected(folder) -> list[Answer]:
     ids=["graphs", "no-graphs", "in-turn", "device-loop"],
 )
 def test_gpu_same_answers_in_fewer_steps(folder, expected, options):
-    engine: Engine = exact_engine(folder, jump_forward="on", enforce_eager=True, **options)
+    engine: Engine = exact_engine(folder, enforce_eager=True, **options)
     answers = run_grammars(engine, asked())
     assert told(answers) == told(expected)
     assert engine.loop.stats.num_jumped_tokens > len("get_current_weather")
@@ -78,12 +78,7 @@ def test_gpu_same_answers_in_fewer_steps(folder, expected, options):
 
 
 def test_gpu_page_pressure_retracts_rows_that_jump(folder, expected):
-    little = {
-        "jump_forward": "on",
-        "max_total_tokens": 176,
-        "max_model_len": 256,
-        "max_num_seqs": 6,
-    }
+    little = {"max_total_tokens": 176, "max_model_len": 256, "max_num_seqs": 6}
     engine = exact_engine(folder, enforce_eager=True, **little)
     assert told(run_grammars(engine, asked())) == told(expected)
     assert engine.loop.stats.num_jumped_tokens > 0
