@@ -166,16 +166,16 @@ def token_limits(low: int, high: int) -> list[int]:
 def with_size(arguments: dict[str, Any], size: torch.SymInt | None, value: int) -> dict[str, Any]:
     """The same arguments without storage, where `value` stands for the size that varies.
 
-    Other sizes that are open, of KV pages say, get one that no cache of a processor holds.
+    What may vary between the same limits is the same size: tensors of a step's tokens, each open by
+    itself. Others, of KV pages say, get a size that no cache of a processor holds.
     """
+    limits = None if size is None else size_range(size)
 
     def number(given: Any) -> int:
         if not isinstance(given, torch.SymInt):
             return int(given)
-        if size is not None and given.node.expr == size.node.expr:
-            return value
         low, high = size_range(given)
-        return max(low, min(high, MANY_PAGES))
+        return value if (low, high) == limits else max(low, min(high, MANY_PAGES))
 
     def sized(given: Any) -> Any:
         if not isinstance(given, torch.Tensor):

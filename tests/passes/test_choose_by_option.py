@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from compiled_engine.custom_ops import kernels, rms_norm
 from compiled_engine.custom_ops.registry import KernelRegistry, Measured
@@ -82,6 +83,19 @@ def test_what_is_measured_has_a_number_for_every_size_that_is_open():
     assert tuple(sized["cache"].stride()) == (MANY_PAGES, 1)
     assert all(type(n) is int for n in (*sized["cache"].shape, *sized["cache"].stride()))
     assert sized["size"] == 2
+
+
+def test_sizes_between_the_same_limits_are_one():
+    """Tensors of a step's tokens, of which Dynamo does not know that they are as long."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env, static_shapes=False)
+    x, slots, cache = (mode.from_tensor(torch.empty(n, 4)) for n in (7, 9, 11))
+    for tensor, high in ((x, 8192), (slots, 8192), (cache, 2**31 - 1)):
+        symbol = tensor.shape[0].node.expr
+        env.var_to_range[symbol] = ValueRanges(2, high)
+    assert x.shape[0].node.expr != slots.shape[0].node.expr
+    sized = with_size({"x": x, "slots": slots, "cache": cache}, x.shape[0], 4096)
+    assert [t.shape[0] for t in sized.values()] == [4096, 4096, MANY_PAGES]
 
 
 def test_an_option_makes_an_op_without_a_name_its_body():
