@@ -57,6 +57,7 @@ def repeated(step: Callable[[], None], extra: Callable[[], object] = int) -> Cal
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = write_tiny_model(tmp_path_factory.mktemp("gpu") / "qwen3", family="qwen3", **SHAPE)
     options: dict[str, Any] = {**OPTIONS, "scheduler": request.param}
+    copied(torch.cuda.synchronize, folder)  # a process's first profile sets the profiler up
     return tiny_engine(folder, **options)
 
 
