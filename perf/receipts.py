@@ -6,38 +6,31 @@ one machine share.
 
 from __future__ import annotations
 
-import asyncio
 import json
+import select
+import socket
 import time
-from typing import cast
 
 # First token of the prompt -> times at which the chunks that hold a token were complete, seconds.
 Receipts = dict[int, list[float]]
 
 FIRST_TOKEN_ID = 1000
+READ_BYTES = 64 * 1024
 
 
-class _Stream(asyncio.Protocol):
+class _Stream:
     """One request; keeps what came and when."""
 
-    def __init__(self, request: bytes) -> None:
-        self._request = request
+    def __init__(self, port: int, request: bytes) -> None:
         self.parts: list[tuple[float, bytes]] = []
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.sendall(request)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends the request."""
-        # uvloop's transports are no subclasses of asyncio's.
-        cast(asyncio.WriteTransport, transport).write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        """Notes one arrival."""
-        self.parts.append((time.monotonic(), data))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The answer is complete, since the request asked to close."""
-        if not self.closed.done():
-            self.closed.set_result(None)
+    def take(self, at: float) -> bool:
+        """Reads what was there at that time; False at the end, since the request asked to close."""
+        data = self.socket.recv(READ_BYTES)
+        self.parts.append((at, data))
+        return bool(data)
 
     def times(self) -> list[float]:
         """Times of chunks that are no `[DONE]`."""
@@ -56,7 +49,7 @@ class _Stream(asyncio.Protocol):
         return found[:-1]
 
 
-async def read_streams(port: int, num_streams: int, input_len: int, output_len: int) -> Receipts:
+def read_streams(port: int, num_streams: int, input_len: int, output_len: int) -> Receipts:
     """Asks for that many answers at once and reads them to their end.
 
     Args:
@@ -65,7 +58,6 @@ async def read_streams(port: int, num_streams: int, input_len: int, output_len: 
         input_len: tokens of each prompt.
         output_len: tokens of each answer.
     """
-    loop = asyncio.get_running_loop()
     streams: dict[int, _Stream] = {}
     for number in range(num_streams):
         first = FIRST_TOKEN_ID + number
@@ -76,8 +68,19 @@ async def read_streams(port: int, num_streams: int, input_len: int, output_len: 
             "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        streams[first] = _Stream(head.encode() + body)
-    for stream in streams.values():
-        await loop.create_connection(lambda s=stream: s, "127.0.0.1", port)  # type: ignore[misc]
-    await asyncio.gather(*(stream.closed for stream in streams.values()))
+        streams[first] = _Stream(port, head.encode() + body)
+    _read_all(list(streams.values()))
     return {first: stream.times() for first, stream in streams.items()}
+
+
+def _read_all(streams: list[_Stream]) -> None:
+    reading = {stream.socket.fileno(): stream for stream in streams}
+    with select.epoll() as poll:
+        for number in reading:
+            poll.register(number, select.EPOLLIN)
+        while reading:
+            ready, at = poll.poll(), time.monotonic()
+            for number, _ in ready:
+                if not reading[number].take(at):
+                    poll.unregister(number)
+                    reading.pop(number).socket.close()

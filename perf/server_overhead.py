@@ -189,12 +189,8 @@ def tokens_per_processor_s(server: ServerProcess, num_streams: int, output_len: 
 def _delay(options: Options, ours: Sequence[str], log: Path, note: Note) -> list[Measured]:
     medians, tails = [], []
     for repeat in range(options.num_repeats + 1):
-        with (
-            _server("ours", [*ours, str(STEP_MS), str(log)]) as server,
-            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        ):
-            reading = read_streams(server.port, DELAY_STREAMS, INPUT_LEN, options.output_len)
-            receipts = runner.run(reading)
+        with _server("ours", [*ours, str(STEP_MS), str(log)]) as server:
+            receipts = read_streams(server.port, DELAY_STREAMS, INPUT_LEN, options.output_len)
         delays = delays_ms(json.loads(log.read_text()), receipts)
         note(f"from engine to client: {statistics.median(delays):.2f} ms at the median")
         if repeat:

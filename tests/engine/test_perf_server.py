@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -118,7 +117,7 @@ def test_tokens_of_a_paced_engine_arrive_after_they_were_sent(command, tmp_path:
     log = tmp_path / "sent.json"
     paced = [*command, "5", str(log)]
     with ServerProcess("ours", paced, ready_path="/ready") as server:
-        receipts = asyncio.run(read_streams(server.port, 3, 4, 60))
+        receipts = read_streams(server.port, 3, 4, 60)
     assert receipts.keys() == {FIRST_TOKEN_ID + i for i in range(3)}
     sent = json.loads(log.read_text())
     for name, received in receipts.items():
