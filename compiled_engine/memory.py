@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from compiled_engine.compile.store import EntryStore
 
 # Kept on top of the measured needs, the larger of a share and bytes: allocators fragment.
 MARGIN, LEAST_MARGIN = 0.05, 64 << 20
-NUM_CAPTURES = 3
+NUM_CAPTURES = 6
 _PREFIX = "memory_"
 # Modules that measure: what others of them found is not taken.
 _PROBE = ("engine", "memory")
@@ -109,8 +109,10 @@ def load_needs(store: EntryStore | None, name: str, free_bytes: int) -> MemoryNe
     except (ValueError, TypeError, AttributeError) as error:
         store.drop(name, f"it holds no needs of memory: {error}")
         return None
-    is_likely = needs.activations > 0 and min(fields.values()) >= 0
-    return needs if is_likely and needs.reserved + needs.kept <= free_bytes else None
+    if needs.activations <= 0 or min(fields.values()) < 0:
+        store.drop(name, "it holds no needs of memory: a step needs some")
+        return None
+    return needs if needs.reserved + needs.kept <= free_bytes else None
 
 
 def keep_needs(store: EntryStore, name: str, needs: MemoryNeeds) -> None:
@@ -136,11 +138,15 @@ def measure_needs(
         return torch.cuda.mem_get_info(device)[0]
 
     free_bytes()
-    before = torch.cuda.memory_reserved(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     run_largest()
     torch.cuda.synchronize(device)
-    activations = torch.cuda.max_memory_reserved(device) - before
+    # What fits into free blocks of today must find room in a graph's own memory, too.
+    activations = max(
+        torch.cuda.max_memory_reserved(device) - reserved,
+        torch.cuda.max_memory_allocated(device) - allocated,
+    )
     if not num_graphs:
         return MemoryNeeds(activations=activations, pool=0, graphs=0)
     capture_one()  # what the first capture sets up is not counted for each
@@ -148,13 +154,19 @@ def measure_needs(
     for _ in range(NUM_CAPTURES):
         capture_one()
         left.append(free_bytes())
-    # Another process may take or give back memory meanwhile: the median is not its doing.
-    per_graph = max(0, statistics.median_low(a - b for a, b in itertools.pairwise(left)))
     return MemoryNeeds(
-        activations=activations,
-        pool=activations,
-        graphs=per_graph * num_graphs,
+        activations=activations, pool=activations, graphs=int(bytes_each(left) * num_graphs)
     )
+
+
+def bytes_each(left: Sequence[int]) -> float:
+    """What a capture took, given what was free before the first and after each, at least 3.
+
+    The driver takes memory in large pieces, hence a mean; and another process may take or give
+    back some meanwhile, hence one without the largest and the smallest.
+    """
+    taken = sorted(before - after for before, after in itertools.pairwise(left))
+    return max(0.0, statistics.mean(taken[1:-1]))
 
 
 def memory_table(

@@ -114,6 +114,8 @@ class KernelFamily:
         """A call's arguments by name, in the order of the op's, defaults filled in."""
         schema = self.op.overload._schema.arguments
         bound = dict(zip((a.name for a in schema), given, strict=False)) | dict(named or {})
+        unknown = bound.keys() - {a.name for a in schema}
+        assert not unknown, f"{self.op.overload} has no {', '.join(sorted(unknown))}"
         return {a.name: bound.get(a.name, a.default_value) for a in schema}
 
     def run(self, candidate: Candidate, arguments: Arguments, *, interpreted: bool = False) -> Any:

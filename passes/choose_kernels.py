@@ -39,12 +39,13 @@ from compiled_engine.passes.pattern import (
     functionalized_calls,
     inline_call,
     size_range,
+    symbol_range,
 )
 
 NAME = "choose_kernels"
 # Numbers of tokens beyond which nothing is chosen anew; the second where a graph names no limit.
 MOST_TOKENS, MOST_UNTOLD = 1 << 14, 1 << 10
-# For a size that is open besides the number of tokens.
+# For a size that is open besides the number of tokens: pages of caches, mostly.
 MANY_PAGES = 2048
 # (node, family, choices by the highest number of tokens they serve)
 OnChoice = Callable[[Node, KernelFamily, tuple[tuple[int, Choice], ...]], None]
@@ -167,19 +168,26 @@ def with_size(arguments: dict[str, Any], size: torch.SymInt | None, value: int) 
     """The same arguments without storage, where `value` stands for the size that varies.
 
     What may vary between the same limits is the same size: tensors of a step's tokens, each open by
-    itself. Others, of KV pages say, get a size that no cache of a processor holds.
+    itself. Others, of KV pages say, are many: what is measured shall come from memory.
+    A size made of several open ones, or a stride, follows from what stands for them.
     """
     limits = None if size is None else size_range(size)
+
+    def of_symbol(low: int, high: int) -> int:
+        return value if (low, high) == limits else max(low, min(high, MANY_PAGES))
 
     def number(given: Any) -> int:
         if not isinstance(given, torch.SymInt):
             return int(given)
-        low, high = size_range(given)
-        return value if (low, high) == limits else max(low, min(high, MANY_PAGES))
+        symbols = sorted(given.node.expr.free_symbols, key=str)
+        chosen = {
+            symbol: of_symbol(*symbol_range(symbol, given.node.shape_env)) for symbol in symbols
+        }
+        return int(given.node.expr.subs(chosen))
 
     def sized(given: Any) -> Any:
         if not isinstance(given, torch.Tensor):
-            return given
+            return number(given) if isinstance(given, torch.SymInt) else given
         shape = [number(n) for n in given.shape]
         stride = [number(n) for n in given.stride()]
         offset = number(given.storage_offset())

@@ -231,10 +231,14 @@ UNBOUNDED = 2**31 - 1
 
 def size_range(size: torch.SymInt) -> tuple[int, int]:
     """Smallest and largest value that a size may have, as the compile was told."""
+    return symbol_range(size.node.expr, size.node.shape_env)
+
+
+def symbol_range(expression: Any, shape_env: Any) -> tuple[int, int]:
+    """The same for an expression over the sizes of a compile, a symbol for one."""
     from torch.utils._sympy.value_ranges import bound_sympy  # 2.11 to 2.14
 
-    node = size.node
-    bounds = bound_sympy(node.expr, node.shape_env.var_to_range)
+    bounds = bound_sympy(expression, shape_env.var_to_range)
 
     def number(bound: Any) -> int:
         return int(bound) if bound.is_finite and bound < UNBOUNDED else UNBOUNDED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -20,9 +21,11 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.memory import (
     MemoryNeeds,
     MemoryTable,
+    bytes_each,
     is_needs,
     keep_needs,
     load_needs,
+    measure_needs,
     needs_name,
 )
 from compiled_engine.models.config import load_model_config
@@ -90,7 +93,68 @@ def test_an_entry_that_holds_no_needs_is_dropped(data, tmp_path):
 @pytest.mark.parametrize("activations", [0, -5 * MIB])
 def test_needs_that_cannot_be_are_measured_again(activations, tmp_path):
     keep_needs(new_store(tmp_path), NAME, MemoryNeeds(activations=activations, pool=0, graphs=0))
-    assert load_needs(new_store(tmp_path), NAME, ENOUGH) is None
+    store = new_store(tmp_path)
+    assert load_needs(store, NAME, ENOUGH) is None
+    assert store.counters.num_hits == 0
+    keep_needs(store, NAME, NEEDS)
+    assert load_needs(new_store(tmp_path), NAME, ENOUGH) == NEEDS
+
+
+class FakeDevice:
+    """Counts memory as `torch.cuda` does; a step takes it from `cached` free bytes first."""
+
+    def __init__(self, cached: int, step: int, graphs: list[int]) -> None:
+        self.allocated, self.reserved, self.step = GIB, GIB + cached, step
+        self.peak_allocated = self.peak_reserved = 0
+        self.graphs, self.free = iter(graphs), 100 * GIB
+        self.num_captures = 0
+
+    def run(self) -> None:
+        self.peak_allocated = self.allocated + self.step
+        self.peak_reserved = max(self.reserved, self.peak_allocated)
+
+    def capture(self) -> None:
+        self.num_captures += 1
+        self.free -= next(self.graphs)
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in {
+            "synchronize": lambda *_: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda *_: None,
+            "memory_reserved": lambda *_: self.reserved,
+            "memory_allocated": lambda *_: self.allocated,
+            "max_memory_reserved": lambda *_: self.peak_reserved,
+            "max_memory_allocated": lambda *_: self.peak_allocated,
+            "mem_get_info": lambda *_: (self.free, 140 * GIB),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.mark.parametrize("cached", [0, 100 * MIB, GIB])
+def test_a_step_needs_what_it_holds_whatever_was_cached(cached, monkeypatch):
+    made = FakeDevice(cached, 300 * MIB, [MIB] * 9)
+    made.stand_in(monkeypatch)
+    needs = measure_needs(torch.device("cuda"), made.run, made.capture, 10)
+    assert needs == MemoryNeeds(activations=300 * MIB, pool=300 * MIB, graphs=10 * MIB)
+
+
+def test_where_no_graph_will_be_none_is_captured(monkeypatch):
+    made = FakeDevice(0, 300 * MIB, [])
+    made.stand_in(monkeypatch)
+    needs = measure_needs(torch.device("cuda"), made.run, made.capture, 0)
+    assert needs == MemoryNeeds(activations=300 * MIB, pool=0, graphs=0)
+    assert made.num_captures == 0
+
+
+def test_pieces_of_the_driver_and_other_processes_change_little():
+    def each(*taken: int) -> float:
+        return bytes_each([100 * GIB - n for n in itertools.accumulate(taken, initial=0)])
+
+    assert each(2 * MIB, 2 * MIB, 2 * MIB, 2 * MIB) == 2 * MIB
+    assert each(0, 2 * MIB, 0, 2 * MIB, 0, 2 * MIB) == MIB  # a piece serves two
+    assert each(2 * MIB, 5 * GIB, 2 * MIB, 2 * MIB) == 2 * MIB
+    assert each(2 * MIB, -5 * GIB, 2 * MIB, 2 * MIB) == 2 * MIB
 
 
 class Starts:

@@ -94,8 +94,12 @@ def test_sizes_between_the_same_limits_are_one():
         symbol = tensor.shape[0].node.expr
         env.var_to_range[symbol] = ValueRanges(2, high)
     assert x.shape[0].node.expr != slots.shape[0].node.expr
-    sized = with_size({"x": x, "slots": slots, "cache": cache}, x.shape[0], 4096)
-    assert [t.shape[0] for t in sized.values()] == [4096, 4096, MANY_PAGES]
+    planes = torch.empty_strided((2, cache.shape[0], 4), (cache.shape[0] * 4, 4, 1), device="meta")
+    given = {"x": x, "slots": slots, "cache": cache, "planes": planes, "count": x.shape[0] * 2 + 1}
+    sized = with_size(given, x.shape[0], 4096)
+    assert [sized[name].shape[0] for name in ("x", "slots", "cache")] == [4096, 4096, MANY_PAGES]
+    assert sized["planes"].stride() == (MANY_PAGES * 4, 4, 1)
+    assert sized["count"] == 8193
 
 
 def test_an_option_makes_an_op_without_a_name_its_body():
