@@ -2,15 +2,13 @@
 
 Every start is a process of its own with an aiohttp client before it. The cache folder is fresh, the
 model's own files are converted before, as they would have been downloaded. Phases are those that
-`serve` itself prints; what a warm start compiles is what `warmup` counts over the same cache.
+`serve` itself prints, and so are the misses of its caches: what a warm start compiles.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +27,10 @@ PROMPT = (11, 12, 13, 14, 15, 16, 17, 18)
 NUM_COLD = 1
 Note = Callable[[str], None]
 CLI = (sys.executable, "-m", "compiled_engine.cli")
+# A row of the start table: phase, seconds, what the cache had, hits, misses.
+_MISSES = re.compile(
+    r"^\s*(pieces|inductor|triton|own sources|tune)\s+[\d.]+\s+[\w-]+\s+\d+\s+(\d+)", re.MULTILINE
+)
 _PHASE = re.compile(r"^(\w[\w ,+-]*): done in ([\d.]+) s", re.MULTILINE)
 
 
@@ -53,11 +55,13 @@ class Start:
         ready_s: from the process's start until `/ready` answers 200.
         output_s: until the first token is there.
         phases: seconds of what the start says it did, in its order.
+        num_misses: pieces, kernels and measurements that its table says were made.
     """
 
     ready_s: float
     output_s: float
     phases: dict[str, float]
+    num_misses: int
 
 
 def run(options: Options, note: Note) -> Outcome:
@@ -66,25 +70,23 @@ def run(options: Options, note: Note) -> Outcome:
         model, flags = prepared(options.model, Path(place))
         cache, moved = Path(place) / "cache", Path(place) / "elsewhere" / "cache"
         starts: dict[str, list[Start]] = {}
-        compiles: dict[str, int] = {}  # "" is the folder they were compiled into
         for case in ["cold"] * NUM_COLD + ["warm"] * options.num_repeats + ["moved"]:
             if case == "moved":
-                compiles[""] = compiles_when_warm([model, *flags, "--cache-dir", str(cache)])
                 moved.parent.mkdir()
                 cache = cache.rename(moved)
             command = [*CLI, "serve", model, "--port", "{port}", *flags]
             start = start_once([*command, "--cache-dir", str(cache)])
             starts.setdefault(case, []).append(start)
             note(f"{case}: ready {start.ready_s:.1f} s, first token {start.output_s:.1f} s")
-        compiles["moved"] = compiles_when_warm([model, *flags, "--cache-dir", str(cache)])
     rows = [entry for case, found in starts.items() for entry in _rows(case, found)]
     cold_s = starts["cold"][0].output_s
     ratios = [start.output_s / cold_s for start in starts["warm"]]
     rows.append(Measured(metric="warm_over_cold_start", unit="ratio", values=ratios))
-    rows += [
-        Measured(metric="compiles_on_warm_start", unit="count", case=case, values=[count])
-        for case, count in compiles.items()
-    ]
+    for name, case in (("warm", ""), ("moved", "moved")):
+        values = [start.num_misses for start in starts[name]]
+        rows.append(
+            Measured(metric="compiles_on_warm_start", unit="count", case=case, values=values)
+        )
     return Outcome(measured=[replace(row, model=options.model) for row in rows], seed=None)
 
 
@@ -108,7 +110,7 @@ def start_once(command: Sequence[str]) -> Start:
         asyncio.run(_first_token(server.url))
         output_s = time.perf_counter() - begin
         text = server.output()
-    return Start(ready_s, output_s, phases(text))
+    return Start(ready_s, output_s, phases(text), misses(text))
 
 
 async def _first_token(url: str) -> None:
@@ -127,14 +129,16 @@ def phases(text: str) -> dict[str, float]:
     return {name: float(seconds) for name, seconds in _PHASE.findall(text)}
 
 
-def compiles_when_warm(arguments: Sequence[str]) -> int:
-    """Graphs that `warmup` has to trace over the cache of the starts before."""
-    command = [*CLI, "warmup", *arguments]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if result.returncode:
-        raise SystemExit(f"warmup failed with exit code {result.returncode}")
-    counters = json.loads(result.stdout.splitlines()[-1])["counters"]
-    return int(counters["num_graphs"])
+def misses(text: str) -> int:
+    """What was not in a cache, by the table that a start ends with.
+
+    Raises:
+        SystemExit: there is no such table.
+    """
+    found = {name: int(count) for name, count in _MISSES.findall(text)}
+    if "pieces" not in found:
+        raise SystemExit("the server printed no table of its start")
+    return sum(found.values())
 
 
 def _rows(case: str, starts: Sequence[Start]) -> list[Measured]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from compiled_engine.start_times import StartPhase
 from perf import __main__ as perf_main
 from perf import machine
 from perf.ceilings import Ceilings
@@ -404,6 +407,29 @@ def test_phases_of_a_start_are_those_that_a_server_prints():
 
     text = "loading ...\nloading: done in 1.5 s\ncompiling: done in 20.0 s\nready after 22 s: http"
     assert phases(text) == {"loading": 1.5, "compiling": 20.0}
+
+
+def test_misses_of_a_start_are_those_of_its_table():
+    """Of the real table, wherever its columns stand."""
+    from compiled_engine.commands.settings_table import print_start
+    from perf.start import misses
+
+    def printed(pieces: int, inductor: int, triton: int) -> str:
+        rows = [
+            StartPhase(name="imports", seconds=4.3),
+            StartPhase(name="pieces", seconds=0.0, num_hits=13, num_misses=pieces, num_bytes=99),
+            StartPhase(name="inductor", seconds=1.0, num_hits=0, num_misses=inductor),
+            StartPhase(name="triton", seconds=0.2, num_hits=110, num_misses=triton),
+            StartPhase(name="own sources", seconds=0.0, num_hits=38),
+        ]
+        out = StringIO()
+        print_start(Console(file=out, width=80), rows)
+        return f"loading: done in 0.1 s\n{out.getvalue()}ready after 9 s: http"
+
+    assert misses(printed(0, 0, 0)) == 0
+    assert misses(printed(2, 3, 40)) == 45
+    with pytest.raises(SystemExit, match="no table"):
+        misses("loading: done in 0.1 s\nready")
 
 
 def test_turns_of_an_agent_are_counted_apart():
