@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from compiled_engine.config import EngineConfig, config_to_json
 from compiled_engine.key_parts import keeps_pieces
 from compiled_engine.models import HfModelConfig
 from compiled_engine.pieces import layer_versions
+from compiled_engine.start_times import StartPhase
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,11 @@ class BuildProcesses:
         """Pieces that they compiled and that cannot be kept."""
         return frozenset(self._counter.unkept)
 
+    @property
+    def phases(self) -> list[StartPhase]:
+        """What it cost, sums over those that have ended by themselves."""
+        return list(self._counter.phases.values())
+
     def _warn(self, count: int, what: str) -> None:
         logger.warning(
             "%d of %d processes that compile ahead %s: what they did not make is compiled by the "
@@ -151,11 +157,13 @@ def building_ahead(
     device: torch.device,
     report: Report,
     on_missing: Callable[[list[tuple[str, str]]], None] = lambda _: None,
+    on_made: Callable[[list[StartPhase]], None] = lambda _: None,
 ) -> Iterator[Callable[[], None]]:
     """Processes that make what `config` needs, if it takes more than one and something is missing.
 
     Yields a function that waits for them; `report` is called with (label, done, total) meanwhile,
-    and `on_missing` before with what they make and why. They are ended with the block.
+    `on_missing` before with what they make and why, and `on_made` once they have been waited for
+    with what that cost. They are ended with the block.
 
     Raises:
         ConfigError: as `build_engine`.
@@ -168,8 +176,13 @@ def building_ahead(
         return
     on_missing(problems)
     processes = BuildProcesses(config, device, report, jobs)
+
+    def wait() -> None:
+        processes.wait()
+        on_made(processes.phases)
+
     try:
-        yield processes.wait
+        yield wait
     finally:
         processes.close()
 
@@ -257,6 +270,7 @@ class _Counter:
 
     def __init__(self, total: int, report: Report) -> None:
         self.unkept: set[str] = set()
+        self.phases: dict[str, StartPhase] = {}
         self._done = 0
         self._total = total
         self._report = report
@@ -280,11 +294,25 @@ class _Counter:
     def _count(self, line: str) -> None:
         with self._lock:
             self._last = time.monotonic()
-            self._done += 1
-            done = min(self._done, self._total)
             try:
                 made = json.loads(line)
+                if "phases" in made:
+                    self._add(StartPhase(**phase) for phase in made["phases"])
+                    return
+                self._done += 1
+                done = min(self._done, self._total)
                 self.unkept.update(made.get("unkept", ()))
                 self._report(f"{made['part']}, in a process", done, self._total)
             except Exception:
                 logger.exception("a compiled part could not be reported")
+
+    def _add(self, phases: Iterable[StartPhase]) -> None:
+        for phase in phases:
+            before = self.phases.get(phase.name, StartPhase(name=phase.name, seconds=0.0))
+            self.phases[phase.name] = replace(
+                before,
+                seconds=before.seconds + phase.seconds,
+                num_hits=before.num_hits + phase.num_hits,
+                num_misses=before.num_misses + phase.num_misses,
+                num_bytes=before.num_bytes + phase.num_bytes,
+            )

@@ -2,7 +2,7 @@
 
 It has a model of a layer or two with made-up weights and a few pages, so it needs no checkpoint and
 little memory; what it compiles goes into the cache under the key of the whole model's start. Prints
-one line of JSON for each part it has made.
+one line of JSON for each part it has made, and at the end one with what all of them cost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ from compiled_engine.settings import (
     preview,
     scheduler_shape,
 )
+from compiled_engine.start_table import MAKING, StartMeter
 
 
 def shortened(config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
@@ -103,13 +104,17 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     config, index, count = config_from_json(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     maker, parts = open_maker(config)
-    for part in parts[index::count]:
-        start = time.perf_counter()
-        maker.make(part)
-        seconds = round(time.perf_counter() - start, 3)
-        unkept = [piece.name for piece in maker.driver.pieces if piece.is_unkept]
-        line = {"part": part.name, "seconds": seconds, "unkept": unkept}
-        print(json.dumps(line), flush=True)
+    meter = StartMeter(maker.driver.times)
+    with maker.driver.times.measure("first steps"):
+        for part in parts[index::count]:
+            start = time.perf_counter()
+            maker.make(part)
+            seconds = round(time.perf_counter() - start, 3)
+            unkept = [piece.name for piece in maker.driver.pieces if piece.is_unkept]
+            line = {"part": part.name, "seconds": seconds, "unkept": unkept}
+            print(json.dumps(line), flush=True)
+    made = [asdict(phase) for phase in meter.phases(maker.driver) if phase.name in MAKING]
+    print(json.dumps({"phases": made}), flush=True)
     return 0
 
 

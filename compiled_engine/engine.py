@@ -133,7 +133,8 @@ def build_engine(
         folder = find_model(config, progress)
     here, report = replace(config, model=str(folder)), partial(progress, "compiling")
     is_later = config.compile_mode == "eager-first" and is_missing(here)
-    with building_ahead(here, device, report, meter.note_missing) as wait_for_build:
+    noting = (meter.note_missing, meter.note_made)
+    with building_ahead(here, device, report, *noting) as wait_for_build:
         with driver.times.measure("load"):
             model_config = model_config_of(config, folder, Target.of(device))
             model = loaded or _load_model(config, model_config, folder, device, progress)

@@ -212,6 +212,7 @@ class StepLoop:
             if not (self._queue or self._seats or self._is_looping):  # nothing to launch
                 if self.executor.outbox.num_unread:
                     return self._read()
+                self.executor.before_launch()  # it may take up what was compiled meanwhile
                 self._grammars.wait_for_compile()
                 return TokenBatch()
         if self._loops_on_device:

@@ -20,6 +20,8 @@ from compiled_engine.memory import is_needs
 from compiled_engine.start_times import OTHER, StartPhase, StartTimes
 
 AHEAD = "processes that compile"
+# Rows of a process that compiles, which the start's table has too, behind a dash.
+MAKING = ("trace", "passes", "inductor", "compilers", "triton", "own sources")
 # In the order of the table; phases that others measure by another name come behind them.
 PHASES = (
     "imports",
@@ -50,12 +52,17 @@ class StartMeter:
         self._totals = {"triton": triton_totals(), "own sources": build_totals()}
         self._before = {name: replace(totals) for name, totals in self._totals.items()}
         self._ahead: tuple[str, ...] = ()
+        self._made: list[StartPhase] = []
         for name, totals in self._totals.items():
             totals.on_built = partial(times.carve, name)
 
     def note_missing(self, problems: Iterable[tuple[str, str]]) -> None:
         """What processes compile ahead, and why it is not in the cache."""
         self._ahead = tuple(f"{name} was compiled ahead: {why}" for name, why in problems)
+
+    def note_made(self, phases: Iterable[StartPhase]) -> None:
+        """What those processes did, all together."""
+        self._made = [replace(phase, name=f"- {phase.name}") for phase in phases]
 
     def phases(self, driver: CompileDriver) -> list[StartPhase]:
         """The rows, at the end of the start; phases of no time and no count are left out."""
@@ -70,7 +77,9 @@ class StartMeter:
         if AHEAD in rows:
             rows[AHEAD] = replace(rows[AHEAD], reasons=self._ahead)
         shown = (
-            row for row in rows.values() if row.seconds >= 0.001 or row.cache != "-" or row.reasons
+            row
+            for row in (*rows.values(), *self._made)
+            if row.seconds >= 0.001 or row.cache != "-" or row.reasons
         )
         return sorted(shown, key=lambda row: order.get(row.name, len(order)))
 

@@ -29,7 +29,8 @@ Note = Callable[[str], None]
 CLI = (sys.executable, "-m", "compiled_engine.cli")
 # A row of the start table: phase, seconds, what the cache had, hits, misses.
 _MISSES = re.compile(
-    r"^\s*(pieces|inductor|triton|own sources|tune)\s+[\d.]+\s+[\w-]+\s+\d+\s+(\d+)", re.MULTILINE
+    r"^\s*(?:- )?(pieces|inductor|triton|own sources|tune)\s+[\d.]+\s+[\w-]+\s+\d+\s+(\d+)",
+    re.MULTILINE,
 )
 _PHASE = re.compile(r"^(\w[\w ,+-]*): done in ([\d.]+) s", re.MULTILINE)
 
@@ -135,10 +136,10 @@ def misses(text: str) -> int:
     Raises:
         SystemExit: there is no such table.
     """
-    found = {name: int(count) for name, count in _MISSES.findall(text)}
-    if "pieces" not in found:
+    found = _MISSES.findall(text)
+    if "pieces" not in dict(found):
         raise SystemExit("the server printed no table of its start")
-    return sum(found.values())
+    return sum(int(count) for _, count in found)
 
 
 def _rows(case: str, starts: Sequence[Start]) -> list[Measured]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from compiled_engine import build_ahead
 from compiled_engine.build_ahead import BuildProcesses, building_ahead, num_jobs
 from compiled_engine.build_parts import list_parts
 from compiled_engine.build_worker import open_maker, shortened
+from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.piece import Piece
 from compiled_engine.config import EngineConfig
 from compiled_engine.layer_kinds import layer_kinds
@@ -25,6 +27,8 @@ from compiled_engine.models.config import load_model_config
 from compiled_engine.models.weights import outline_model
 from compiled_engine.pieces import layer_versions
 from compiled_engine.sampler import Variant
+from compiled_engine.start_table import StartMeter
+from compiled_engine.start_times import StartPhase
 from tests.helpers.engines import run_requests, tiny_engine
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -110,6 +114,22 @@ def test_a_process_that_fails_costs_a_warning(
     assert seen[0] == ("pieces, in processes", 0, 5)
     assert ("one, in a process", 1, 5) in seen
     assert "1 of 2 processes that compile ahead failed (no room here)" in caplog.text
+
+
+def test_what_processes_did_is_added_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    row = {"name": "inductor", "seconds": 1.5, "num_misses": 2, "num_bytes": 10}
+    lines = "\n".join(map(json.dumps, ({"part": "one"}, {"phases": [row]})))
+    made, _ = processes_of(monkeypatch, tmp_path, f"print({lines!r})", jobs=2)
+    made.wait()
+    assert made.phases == [StartPhase(name="inductor", seconds=3.0, num_misses=4, num_bytes=20)], (
+        "and a line of sums is no part"
+    )
+    assert made._counter._done == 2
+    meter = StartMeter(CompileDriver(config(tmp_path, tmp_path)).times)
+    meter.note_made(made.phases)
+    driver = CompileDriver(config(tmp_path, tmp_path, enforce_eager=True))
+    (shown,) = (row for row in meter.phases(driver) if row.name == "- inductor")
+    assert (shown.seconds, shown.num_misses, shown.cache) == (3.0, 4, "miss")
 
 
 def test_processes_end_with_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

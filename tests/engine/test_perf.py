@@ -414,20 +414,21 @@ def test_misses_of_a_start_are_those_of_its_table():
     from compiled_engine.commands.settings_table import print_start
     from perf.start import misses
 
-    def printed(pieces: int, inductor: int, triton: int) -> str:
+    def printed(pieces: int, inductor: int, triton: int, ahead: int = 0) -> str:
         rows = [
             StartPhase(name="imports", seconds=4.3),
             StartPhase(name="pieces", seconds=0.0, num_hits=13, num_misses=pieces, num_bytes=99),
             StartPhase(name="inductor", seconds=1.0, num_hits=0, num_misses=inductor),
             StartPhase(name="triton", seconds=0.2, num_hits=110, num_misses=triton),
             StartPhase(name="own sources", seconds=0.0, num_hits=38),
+            StartPhase(name="- inductor", seconds=9.0, num_misses=ahead),
         ]
         out = StringIO()
         print_start(Console(file=out, width=80), rows)
         return f"loading: done in 0.1 s\n{out.getvalue()}ready after 9 s: http"
 
     assert misses(printed(0, 0, 0)) == 0
-    assert misses(printed(2, 3, 40)) == 45
+    assert misses(printed(2, 3, 40, 7)) == 52
     with pytest.raises(SystemExit, match="no table"):
         misses("loading: done in 0.1 s\nready")
 
