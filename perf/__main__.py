@@ -1,12 +1,13 @@
 """`python -m perf run | check | record | compare | report`: measure, judge and show.
 
 run      measures a scenario, or a suite of them, and appends rows to perf/results/<machine>/
-check    exit code 1 if the newest run is worse, or better, than what was recorded, or misses a
-         target where nothing was; lists what is unguarded; --suite ci measures anew
+check    exit code 1 if the newest run of a row is worse, or better, than what was recorded, or
+         misses a target where nothing was; lists what is unguarded; --suite ci measures anew
 record   makes what runs have reached, and the margin they give, the expectation; --history does
-         so for a device with a name, of which few runs of one commit exist
+         so for a device with a name, of which few runs of one commit exist, and takes rows that
+         are worse than what was recorded only with --accept
 compare  two runs side by side, judged by their noise
-report   the newest run of each scenario; --markdown and --html write documents
+report   the newest run of each row; --markdown and --html write documents
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import importlib
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,9 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the newest run of every row, noise from those before; for a device with a name",
     )
+    recorded.add_argument(
+        "--accept", action="store_true", help="with --history: regressions and guards lost too"
+    )
     compare = commands.add_parser("compare")
     compare.add_argument("runs", nargs=2, metavar="RUN", help="run id, commit, or file of rows")
     shown = commands.add_parser("report")
@@ -110,6 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if hasattr(args, "suite") and (args.scenario is None) == (args.suite is None):
         parser.error(f"{args.command}: either a scenario or --suite")
+    if args.command == "record" and args.accept and not args.history:
+        parser.error("record: --accept belongs to --history")
+    if args.command == "record" and args.history:
+        names = [args.scenario] if args.scenario else scenarios_of(args.suite)
+        if "ci" in names:
+            parser.error("record --history: rows of ci belong to any machine: use --num-runs")
     if args.command == "run" and args.suite is not None:
         return run_suite(chosen(args.suite, args.only), *_words(args))
     if args.command == "compare":
@@ -251,14 +261,17 @@ def scenarios_of(suite: str) -> list[str]:
 
 
 def newest(rows: Sequence[Row], scenario: str) -> list[Row]:
-    """Rows of the scenario's last run of each model, and of what runs share the last."""
+    """The newest row of each key; those of the scenario's last run stand last."""
     return list({row.key: row for run in newest_runs(rows, scenario) for row in run}.values())
 
 
 def check(
     rows: Sequence[Row], recorded: Mapping[str, Recorded] | None = None, *, is_whole: bool = False
 ) -> int:
-    """Judges the newest rows; of a whole run everything that was recorded must be there."""
+    """Judges the newest rows; of a whole run everything that was recorded must be there.
+
+    A line of a row that the last run did not measure ends by the run that did.
+    """
     if not rows:
         print("no run to check", file=sys.stderr)
         return 1
@@ -274,7 +287,8 @@ def check(
         has_failed = has_failed or verdict.has_failed
         if not verdict.is_guarded:
             unguarded.append(row.key)
-        print(f"{row.key}: {row.value:.4g} {row.unit}: {verdict.text}")
+        run = "" if row.run_id == rows[-1].run_id else f"; of the earlier run {row.run_id}"
+        print(f"{row.key}: {row.value:.4g} {row.unit}: {verdict.text}{run}")
     seen = {row.key for row in rows}
     for missing in sorted((expectations.keys() | recorded.keys()) - seen):
         print(f"{missing}: not measured")
@@ -288,7 +302,7 @@ def record_command(
 ) -> int:
     """Makes the newest runs of a scenario the expectation, with the margin they give."""
     if args.history:
-        return record_history(scenario, rows, machine)
+        return record_history(scenario, rows, machine, is_accepted=args.accept)
     num_runs = args.num_runs or 1
     own = [row for row in rows if row.scenario == scenario and not row.void]
     run_ids = list(dict.fromkeys(row.run_id for row in own))[-num_runs:]
@@ -296,19 +310,38 @@ def record_command(
         print(f"{len(run_ids)} runs of {scenario}, not {num_runs}", file=sys.stderr)
         return 1
     runs = [[row for row in own if row.run_id == run_id] for run_id in run_ids]
-    entries = record(runs, getattr(load_scenario(scenario), "least_margin", lambda _: 0.0))
+    entries = record(runs, least_margin_of(scenario))
     write_recorded(any_machine() if scenario == "ci" else machine, scenario, entries)
     print(f"recorded {len(entries)} values of {', '.join(run_ids)}")
     return 0
 
 
-def record_history(scenario: str, rows: Sequence[Row], machine: str) -> int:
-    """Makes the newest run of each row the expectation; exit code 1 if there is none."""
-    from perf.history import guards, show
+def least_margin_of(scenario: str) -> Callable[[str], float]:
+    """Row key -> the least margin that the scenario gives it."""
+    least: Callable[[str], float] = getattr(load_scenario(scenario), "least_margin", lambda _: 0.0)
+    return least
 
-    found, missing = guards(rows, scenario)
+
+def record_history(
+    scenario: str, rows: Sequence[Row], machine: str, *, is_accepted: bool = False
+) -> int:
+    """Makes the newest run of each row the expectation, once what was recorded has judged it.
+
+    Returns:
+        1 if there is no run, or if a row is worse than what was recorded or a guard would be lost
+        and nobody accepts it: then nothing is written.
+    """
+    from perf.history import guards, losses, show
+
+    found, missing = guards(rows, scenario, least_margin_of(scenario))
     if not (found or missing):
         print(f"{scenario}: no run of {machine}", file=sys.stderr)
+        return 1
+    lost = losses(rows, scenario, read_recorded(machine).get(scenario, {}), found)
+    for line in lost:
+        print(line)
+    if lost and not is_accepted:
+        print(f"{scenario}: nothing is recorded; --accept takes the above", file=sys.stderr)
         return 1
     write_recorded(machine, scenario, found, is_whole=True)
     print(f"{scenario}: recorded {len(found)} values")

@@ -57,7 +57,7 @@ class Recorded:
     """What was reached.
 
     Attributes:
-        value: median over the runs.
+        value: median over the runs, or the newest of them.
         margin: share of the value that a row may differ by; 0 for counts.
         runs: that gave both; of a count the newest.
         values: of these runs; of a count none.
@@ -76,11 +76,13 @@ class Verdict:
     Attributes:
         text: for people.
         has_failed: whether a check fails on it.
+        is_worse: whether it is a regression.
         is_guarded: whether anything was expected of it.
     """
 
     text: str
     has_failed: bool = False
+    is_worse: bool = False
     is_guarded: bool = True
 
 
@@ -101,7 +103,7 @@ def judge(row: Row, expected: Expectation | None, recorded: Recorded | None) -> 
     if abs(gap) > recorded.margin * abs(recorded.value) + 1e-12:
         is_win = (gap > 0) == is_better_if_higher(row)
         kind = "a win that is not recorded" if is_win else "REGRESSION"
-        return Verdict(text=f"{kind}: {seen}", has_failed=True)
+        return Verdict(text=f"{kind}: {seen}", has_failed=True, is_worse=not is_win)
     target = f"; target missed: {missed}" if missed else ""
     return Verdict(text=f"ok, {seen}{target}")
 

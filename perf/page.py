@@ -14,7 +14,7 @@ from perf.rows import Row, read_rows
 
 SECTIONS = (
     ("Latency and throughput", plots.latency, "Numbers are requests or rows at the same time."),
-    ("Roofline", plots.roofline, "The line is what this device gave in the same run."),
+    ("Roofline", plots.roofline, "The line is what this device gave in its newest run."),
     ("Start", plots.start, "From the process to the first token."),
 )
 

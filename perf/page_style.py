@@ -35,12 +35,11 @@ figcaption { font-size: 12px; color: var(--quiet); overflow-wrap: anywhere; }
 .plot { overflow-x: auto; }
 svg { display: block; width: 100%; height: auto; }
 .plot svg { min-width: 520px; }
-svg text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--text); }
+svg text { fill: var(--text);
+  font: var(--text-size) system-ui, -apple-system, "Segoe UI", sans-serif; }
 svg .tick, svg .axis { fill: var(--quiet); }
-svg .note { font-size: 11px; }
+svg .note { font-size: var(--note-size); }
 .lead { stroke: var(--quiet); stroke-width: 0.6; }
-.many svg text { font-size: 19px; }
-.many svg .note { font-size: 16px; }
 .grid { stroke: var(--line); }
 .line { fill: none; stroke: var(--c); stroke-width: 2; }
 .point { fill: var(--c); stroke: var(--tile); stroke-width: 1; }

@@ -174,7 +174,7 @@ def histories(rows: Sequence[Row], keys: Sequence[tuple[str, str]]) -> list[tupl
             Axis(label=own[-1].unit),
             [series],
             title=f"{key} over runs",
-            text_size=svg.SMALL_CHART_TEXT_SIZE,
+            sizes=svg.SMALL_CHART_SIZES,
         )
         found.append((f"{scenario}: {key}", plot))
     return found[:MAX_HISTORIES]

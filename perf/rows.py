@@ -17,6 +17,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent
 # Scenarios that are run of several models, which alone tell their rows apart.
 MANY_MODELS = ("agentic", "gpu_models", "start")
+# What the device and its host give: no code of ours changes it, and a run that has too little is
+# void.
+DEVICE_METRICS = (
+    "read_tb_s",
+    "copy_tb_s",
+    "matmul_tflops",
+    "matmul_sustained_tflops",
+    "fp8_matmul_tflops",
+)
+HOST_METRICS = ("file_gb_s", "link_gb_s")
+# All that other rows of the same run stand beside.
+CEILINGS = (*DEVICE_METRICS, *HOST_METRICS, "read_gb_s", "matmul_gflop_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,14 +167,19 @@ def read_file(path: Path) -> list[Row]:
 
 
 def newest_runs(rows: Sequence[Row], scenario: str) -> list[list[Row]]:
-    """Rows of the scenario's runs that are the last of some model: those of others stand beside."""
-    own = [row for row in rows if row.scenario == scenario]
-    newest = {(row.model, row.dtype): row.run_id for row in own}.values()
-    run_ids = [run_id for run_id in dict.fromkeys(row.run_id for row in own) if run_id in newest]
-    return [[row for row in own if row.run_id == run_id] for run_id in run_ids]
+    """The newest row of each key, by the run that made it: a run of a part hides nothing else.
 
+    Args:
+        rows: of one machine, oldest first.
+        scenario: whose rows are looked at.
 
-def newest_run(rows: Sequence[Row], scenario: str) -> list[Row]:
-    """Rows of the scenario's last run; empty if there is none."""
+    Returns:
+        Of each run the rows that no later run has measured; runs that have none are left out.
+    """
     own = [row for row in rows if row.scenario == scenario]
-    return [row for row in own if row.run_id == own[-1].run_id]
+    newest = {row.key: row.run_id for row in own}
+    runs: dict[str, list[Row]] = {row.run_id: [] for row in own}
+    for row in own:
+        if newest[row.key] == row.run_id:
+            runs[row.run_id].append(row)
+    return [run for run in runs.values() if run]

@@ -3,8 +3,9 @@
 Counts are the same on every machine. Host reads are the calls by which Python gets a tensor's
 values, which on a GPU would wait for the device; on a CPU the step reads its own plan, once. Bytes
 to and from the device are those of the entries handed to a step, and of the record it leaves: what
-a GPU's copies would hold. Bytes copied are those of every copy that Python asks torch for, within
-compiled pieces too: one more to the device or back, wherever it stands, is among them.
+a GPU's copies would hold. Bytes copied are those of the calls named below that Python makes on this
+thread, also in the function that launches a compiled piece's kernels. What other threads, kernels
+and native code copy is not seen, nor a copy by a call of another name.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ LONG_PROMPT_LEN = 240
 Clock = Callable[[], float]
 # Calls of `torch.Tensor` that hand values to Python.
 READS = ("item", "tolist", "__int__", "__bool__", "__float__", "__index__", "cpu", "nonzero")
-# Calls that copy their first argument's bytes or give them to Python, and those that make a tensor
-# of Python's values. On one device some copy nothing, and would with two.
+# Calls that copy their first argument's bytes or give them to Python (`__setitem__`: those of the
+# part it names), and those that make a tensor of Python's values. On one device some copy nothing,
+# and would with two.
 COPIES = frozenset({*READS, "copy_", "_to_copy", "to", "cuda", "numpy", "__array__", "__setitem__"})
 NEW = frozenset({"tensor", "as_tensor", "asarray"})
 
@@ -132,7 +134,7 @@ def counted_bytes(engine: Any) -> Iterator[tuple[list[int], list[int]]]:
 
 @contextmanager
 def counted_copies() -> Iterator[list[tuple[str, int]]]:
-    """Collects name and bytes of each call inside by which Python has torch copy a tensor."""
+    """Collects name and bytes of each call of `COPIES` and `NEW` that this thread makes inside."""
     from torch.overrides import TorchFunctionMode
 
     found: list[tuple[str, int]] = []
@@ -143,7 +145,9 @@ def counted_copies() -> Iterator[list[tuple[str, int]]]:
         ) -> Any:
             result = func(*args, **(kwargs or {}))
             name = func.__name__.partition(".")[0]  # of an op it ends by its overload
-            if name in COPIES:
+            if name == "__setitem__":
+                found.append((name, args[0][args[1]].nbytes))
+            elif name in COPIES:
                 found.append((name, args[0].nbytes))
             elif name in NEW:
                 found.append((name, result.nbytes))

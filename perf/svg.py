@@ -15,9 +15,6 @@ WIDTH, HEIGHT = 640, 330
 RIGHT, TOP, BOTTOM = 16, 14, 44
 NUM_COLOURS = 6
 BAR_HEIGHT, LABEL_WIDTH = 24, 190
-# Of the text, as the page has it: in a chart, and in a small one among many.
-TEXT_SIZE, SMALL_CHART_TEXT_SIZE = 12, 19
-NOTE_SIZE = 11
 CHARACTER_SHARE = 0.6  # of a text's size, about, that a character is wide
 POINT_RADIUS = 4
 # Lines of notes that one may be moved by so that it covers no other.
@@ -27,6 +24,24 @@ COST_ON_LINE = 3
 STEPS_ALONG_LINE = 60
 
 Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSizes:
+    """Of a chart's text, which the page's style takes from the drawing: px in its own units."""
+
+    text: int
+    note: int
+
+    @property
+    def style(self) -> str:
+        """The attribute of the drawing."""
+        return f'style="--text-size: {self.text}px; --note-size: {self.note}px"'
+
+
+TEXT_SIZES = TextSizes(text=12, note=11)
+# Of a small chart among many, which the page makes smaller.
+SMALL_CHART_SIZES = TextSizes(text=19, note=16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +110,7 @@ def _linear_ticks(low: float, high: float) -> list[float]:
 
 
 def chart(
-    x: Axis, y: Axis, series: Sequence[Series], *, title: str, text_size: int = TEXT_SIZE
+    x: Axis, y: Axis, series: Sequence[Series], *, title: str, sizes: TextSizes = TEXT_SIZES
 ) -> str:
     """A chart with its legend.
 
@@ -104,7 +119,7 @@ def chart(
         y: its axis upwards.
         series: what is drawn, the last on top.
         title: read to those who do not see it.
-        text_size: of the ticks in the page, which must have room.
+        sizes: of its text, which must have room.
     """
     xs = [p[0] for s in series for p in s.points]
     ys = [p[1] for s in series for p in s.points] + [
@@ -112,22 +127,27 @@ def chart(
     ]
     up = _scale(ys, y, HEIGHT - BOTTOM, TOP)
     longest = max((len(short(tick)) for tick in up.ticks()), default=0)
-    left = round(text_size * (1.6 + CHARACTER_SHARE * longest) + 8)
+    left = round(sizes.text * (1.6 + CHARACTER_SHARE * longest) + 8)
     across = _scale(xs, x, left, WIDTH - RIGHT)
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">',
+        _opening(HEIGHT, title, sizes),
         *_grid(across, up),
         f'<text class="axis" x="{(left + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" '
         f'text-anchor="middle">{escape(x.label)}</text>',
-        f'<text class="axis" transform="translate({text_size + 1} '
+        f'<text class="axis" transform="translate({sizes.text + 1} '
         f'{(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle">'
         f"{escape(y.label)}</text>",
     ]
     for number, entry in enumerate(series):
         parts += _drawn(entry, number % NUM_COLOURS, across, up)
-    parts += _notes(series, across, up)
+    parts += _notes(series, across, up, sizes.note)
     parts.append("</svg>")
     return "\n".join(parts) + (legend([s.name for s in series]) if len(series) > 1 else "")
+
+
+def _opening(height: int, title: str, sizes: TextSizes) -> str:
+    told = escape(title, quote=True)
+    return f'<svg viewBox="0 0 {WIDTH} {height}" {sizes.style} role="img" aria-label="{told}">'
 
 
 def _scale(values: Sequence[float], axis: Axis, start: float, end: float) -> _Scale:
@@ -199,7 +219,7 @@ class _Box:
         )
 
 
-def _notes(series: Sequence[Series], across: _Scale, up: _Scale) -> Iterator[str]:
+def _notes(series: Sequence[Series], across: _Scale, up: _Scale, note_size: int) -> Iterator[str]:
     """The labels of all points, each where it covers no point, no other label and hardly a line."""
     noted = [
         (label, across.place(px), up.place(py))
@@ -211,7 +231,8 @@ def _notes(series: Sequence[Series], across: _Scale, up: _Scale) -> Iterator[str
     taken = [_Box(x - radius, y - radius, x + radius, y + radius) for _, x, y in noted]
     lines = [point for entry in series for point in _along(entry, across, up)]
     for label, x, y in noted:
-        at, lines_off = _free_place(label, (x, y), across.start, taken, lines)
+        size = (CHARACTER_SHARE * note_size * len(label), note_size + 2.0)
+        at, lines_off = _free_place((x, y), size, across.start, taken, lines)
         taken.append(at)
         if lines_off:
             near = at.left if at.left > x else at.right
@@ -233,10 +254,10 @@ def _along(entry: Series, across: _Scale, up: _Scale) -> Iterator[Point]:
 
 
 def _free_place(
-    label: str, point: Point, edge: float, taken: Sequence[_Box], lines: Sequence[Point]
+    point: Point, size: Point, edge: float, taken: Sequence[_Box], lines: Sequence[Point]
 ) -> tuple[_Box, int]:
-    """The best free place beside a point, and by how many lines it is off; else the nearest."""
-    (x, y), width, height = point, CHARACTER_SHARE * NOTE_SIZE * len(label), NOTE_SIZE + 2.0
+    """The best free place of a size beside a point, and how many lines off; else the nearest."""
+    (x, y), (width, height) = point, size
     places = [
         (_Box(left, top, left + width, top + height), lines_off)
         for lines_off in range(MOST_LINES_OFF + 1)
@@ -275,9 +296,7 @@ def waterfall(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, title:
     longest = max(sum(seconds for _, seconds in parts) for _, parts in rows)
     height = len(rows) * (BAR_HEIGHT + 12) + 30
     room = WIDTH - LABEL_WIDTH - 70
-    drawn = [
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">'
-    ]
+    drawn = [_opening(height, title, TEXT_SIZES)]
     for number, (label, parts) in enumerate(rows):
         top = 6 + number * (BAR_HEIGHT + 12)
         middle = top + BAR_HEIGHT / 2

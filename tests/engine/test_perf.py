@@ -32,7 +32,6 @@ from perf.rows import (
     Measured,
     Outcome,
     key_of,
-    newest_run,
     newest_runs,
     read_rows,
     write_rows,
@@ -69,14 +68,14 @@ def test_row_is_the_median_with_its_spread():
 
 
 def test_rows_survive_the_file_and_the_newest_run_is_found(tmp_path):
-    old, new = _rows("old", speed=1.0, size=2.0), _rows("new", speed=3.0)
+    old, new = _rows("old", speed=1.0, size=2.0), _rows("new", speed=3.0, size=2.0)
     write_rows(old, tmp_path)
     path = write_rows(new, tmp_path)
     assert read_rows(tmp_path) == [*old, *new]
-    assert newest_run(read_rows(tmp_path), "cpu_vs_peers") == new
-    assert newest_run(read_rows(tmp_path), "other") == []
-    other = [dataclasses.replace(row, model="other", run_id="later") for row in new]
-    assert newest_runs([*old, *new, *other], "cpu_vs_peers") == [new, other]
+    part = _rows("part", speed=3.0)
+    assert newest_runs([*old, *part], "cpu_vs_peers") == [old[1:], part]
+    assert newest_runs([*old, *new], "cpu_vs_peers") == [new]
+    assert newest_runs(new, "other") == []
     path.write_text('{"metric": "x"}\n')
     with pytest.raises(SystemExit, match="no row"):
         read_rows(tmp_path)
@@ -256,6 +255,7 @@ def test_markdown_puts_targets_beside_the_newest_values(tmp_path):
     text = target.read_text()
     assert "Run `second`" in text
     assert "Run `first`" not in text
+    assert "| decode_1_stream_vs_transformers | 3.5 ratio | second |" in text
     assert "what was there" not in text
     assert text.startswith("By hand.\n")
     assert text.endswith("The end.\n")

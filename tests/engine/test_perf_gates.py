@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from compiled_engine.compile.program import LoadedProgram, Program, ProgramInput
 from perf import __main__ as perf_main
 from perf import gates, tiny
 from perf.decode import Driver
@@ -206,7 +208,29 @@ def test_copies_are_counted_with_their_bytes_and_nothing_else():
         x.view(2, 2).sum().unsqueeze(0)
         for copy in COPIES.values():
             copy(x)
-    assert found == [(name, 24 if name == "tensor" else 16) for name in COPIES]
+    sizes = {"tensor": 24, "__setitem__": 4}
+    assert found == [(name, sizes.get(name, 16)) for name in COPIES]
+
+
+def test_copies_are_counted_where_a_compiled_piece_launches_and_on_this_thread_alone():
+    program = Program(
+        name="planted",
+        inputs=(ProgramInput("L['x']", "x", None),),
+        outputs=["result", 0],
+        source="def call(args):\n    x, = args\n    return (x.copy_(x),)",
+        cpu_kernels=(),
+        gpu_kernels=(),
+        externs=(),
+        num_matches={},
+        num_expansions=0,
+    )
+    piece, x = LoadedProgram(program, ["x"]), torch.zeros(4)
+    with counted_copies() as found:
+        piece.rebuild(piece.call(piece.bind(x)), x)
+        other = threading.Thread(target=lambda: x.copy_(x))
+        other.start()
+        other.join()
+    assert found == [("copy_", 16)]
 
 
 def test_reads_and_allocations_are_counted_and_nothing_else():
