@@ -111,7 +111,7 @@ struct PackedArgs {
     const char* weight;     // [rows, row_bytes]
     const char* scale;      // of the weight; of 8-bit ones fp32
     const char* zero;       // of INT4: bytes, or null: 8
-    const float* row_scale;  // fp32 of each row, or null
+    const float* row_scale;  // fp32 of each row, or null; of experts in NVFP4 of each matrix
     const char* bias;       // or null
     const char* norm_weight;
     const char* residual;   // or null
