@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from compiled_engine.custom_ops.moe_choice import block_traits, experts_traits, with_target
 from compiled_engine.custom_ops.quant import SCALED_PAIRS
 from compiled_engine.custom_ops.quant_choice import quantized_linear_traits, scaled_linear_traits
 from compiled_engine.custom_ops.quant_packed import QuantOperands
 from compiled_engine.custom_ops.reference_quant import quantize
-from compiled_engine.custom_ops.registry import KernelRegistry, Target
+from compiled_engine.custom_ops.registry import KernelRegistry, Target, Traits
 from compiled_engine.errors import ConfigError
+from compiled_engine.models.moe import SparseMLP
 from compiled_engine.models.quant_linear import QuantLinear
 
 
@@ -44,7 +46,7 @@ def quantization_report(
     max_tokens: int,
     max_few: int,
 ) -> list[str]:
-    """A line for each kind of quantised layer of the model; empty if it has none.
+    """A line for each kind of quantised layer, and of experts; empty if the model has none.
 
     Args:
         model: with its weights.
@@ -55,17 +57,11 @@ def quantization_report(
         max_few: tokens up to which products are `quantized_linear` in decode steps.
     """
     sizes = sorted({1, min(32, max_tokens), max_tokens})
-    counts: Counter[_Kind] = Counter()
-    examples: dict[_Kind, QuantLinear] = {}
+    counts: Counter[_Kind | str] = Counter()
+    examples: dict[_Kind | str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, QuantLinear):
-            kind = _Kind(
-                name.rpartition(".")[2],
-                module.format,
-                module.activation_format,
-                module.out_features,
-                module.in_features,
-            )
+        kind = _kind_of(name, module)
+        if kind is not None:
             counts[kind] += 1
             examples.setdefault(kind, module)
     lines = []
@@ -73,8 +69,8 @@ def quantization_report(
         if registry is None:
             how = "dequantised for every product: nothing here reads the format as it is stored"
         else:
-            layer, place = examples[kind], (dtype, device)
-            chosen = [_chosen(layer, registry, *place, n, is_few=n <= max_few) for n in sizes]
+            layer, place = examples[kind], (registry, dtype, device)
+            chosen = [_chosen(layer, *place, n, is_few=n <= max_few) for n in sizes]
             how = "; ".join(
                 f"{size} token{'s' * (size > 1)}: {text}"
                 for size, text in zip(sizes, chosen, strict=True)
@@ -84,7 +80,7 @@ def quantization_report(
 
 
 def _chosen(
-    layer: QuantLinear,
+    layer: nn.Module,
     registry: KernelRegistry,
     dtype: torch.dtype,
     device: torch.device,
@@ -93,6 +89,67 @@ def _chosen(
     is_few: bool,
 ) -> str:
     """The kernel for so many tokens, and what is against those that rank above it."""
+    place = registry, dtype, device, num_tokens
+    if isinstance(layer, SparseMLP):
+        return _chosen_experts(layer, *place, is_few=is_few)
+    assert isinstance(layer, QuantLinear), layer
+    return _chosen_linear(layer, *place, is_few=is_few)
+
+
+def _kind_of(name: str, module: nn.Module) -> _Kind | str | None:
+    """Layers of equal kinds have the same kernels; None for what is not quantised."""
+    if isinstance(module, SparseMLP) and module.experts.format:
+        experts = module.experts
+        inner, hidden = experts.sizes["down_proj"][::-1]
+        return (
+            f"{experts.num_experts} experts [{2 * inner} x {hidden}, {hidden} x {inner}], weights "
+            f"{experts.format}, activations as they are"
+        )
+    if not isinstance(module, QuantLinear):
+        return None
+    formats = module.format, module.activation_format
+    return _Kind(name.rpartition(".")[2], *formats, module.out_features, module.in_features)
+
+
+def _chosen_experts(
+    layer: SparseMLP,
+    registry: KernelRegistry,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_tokens: int,
+    *,
+    is_few: bool,
+) -> str:
+    """Few tokens may be served together with their router."""
+    weights, router, target = layer.experts.weights(), layer.gate, Target.of(device)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        x = torch.empty(num_tokens, router.in_features, dtype=dtype, device=device)
+        ids = torch.empty(num_tokens, layer.top_k, dtype=torch.int32, device=device)
+        biases = (weights.gate_up_bias, weights.down_bias)
+        stacks = (x, weights.gate_up, weights.down, ids, biases)
+        traits = experts_traits(*stacks, layer.activation.name, weights.format)
+        score_bias = getattr(router, "e_score_correction_bias", None)
+        whole = block_traits(
+            traits, dtype, (None, router.weight, router.bias), (layer.num_groups, score_bias)
+        )
+    is_alone = registry.override("experts", "grouped") is not None
+    if is_few and target.device_type == "cuda" and not is_alone:
+        traits_of_whole = with_target(whole, target)
+        found = _named(registry, "sparse_mlp", "few", target, dtype, traits_of_whole)
+        if not found.startswith("sparse_mlp by apart"):
+            return found
+    return _named(registry, "experts", "grouped", target, dtype, with_target(traits, target))
+
+
+def _chosen_linear(
+    layer: QuantLinear,
+    registry: KernelRegistry,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_tokens: int,
+    *,
+    is_few: bool,
+) -> str:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         x = torch.empty(num_tokens, layer.in_features, dtype=dtype, device=device)
         stored = (layer.weight, layer.scale, layer.zero, layer.global_scale, layer.input_scale)
@@ -105,8 +162,19 @@ def _chosen(
             family, mode = "quantized_linear", "few"
             operands = QuantOperands(x, *stored, layer.bias, *formats, None, 0.0, None, False)
             traits = quantized_linear_traits(operands)
+    return _named(registry, family, mode, Target.of(device), dtype, traits)
+
+
+def _named(
+    registry: KernelRegistry,
+    family: str,
+    mode: str,
+    target: Target,
+    dtype: torch.dtype,
+    traits: Traits,
+) -> str:
     try:
-        choice = registry.choose(family, mode, Target.of(device), dtype, traits)
+        choice = registry.choose(family, mode, target, dtype, traits)
     except ConfigError as error:
         return str(error)
     others = "; ".join(f"{name} {why}" for name, why in choice.rejected)

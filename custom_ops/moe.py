@@ -19,9 +19,10 @@ from compiled_engine.custom_ops.library import LIBRARY, define_op
 from compiled_engine.custom_ops.moe_cuda import experts_cuda, route_cuda
 from compiled_engine.custom_ops.quant_pack import MXFP4_GROUP
 from compiled_engine.custom_ops.reference import gated_activation
-from compiled_engine.custom_ops.reference_quant import BLOCK
+from compiled_engine.custom_ops.reference_fp4 import NVFP4_GROUP
+from compiled_engine.custom_ops.reference_quant import BLOCK, PACKED_FORMATS
 
-FORMATS = ("", "mxfp4", "fp8_block")
+FORMATS = ("", "mxfp4", "nvfp4", "fp8_block")
 
 
 class Routes(NamedTuple):
@@ -46,6 +47,8 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None = None
     gate_up_scale: Tensor | None = None
     down_scale: Tensor | None = None
+    gate_up_global_scale: Tensor | None = None
+    down_global_scale: Tensor | None = None
     format: str = ""
 
 
@@ -123,11 +126,16 @@ def random_expert_weights(
 ) -> ExpertWeights:
     """Seeded weights [E, 2 inner, hidden] and [E, hidden, inner] of about unit gain, for examples.
 
-    "mxfp4" needs sizes that are multiples of 32.
+    "mxfp4" and "nvfp4" need sizes that are multiples of 32.
     """
     shapes = ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
     gate_up, down = (_stack(shape, dtype, generator, format) for shape in shapes)
-    made = ExpertWeights(gate_up[0], down[0], None, None, gate_up[1], down[1], format)
+    overall = [
+        _global_scales((num_experts, parts), columns, generator) if format == "nvfp4" else None
+        for parts, columns in ((2, hidden), (1, inner))
+    ]
+    scales = (gate_up[1], down[1], overall[0], overall[1])
+    made = ExpertWeights(gate_up[0], down[0], None, None, *scales, format)
     if not has_bias:
         return made
     biases = [_random(shape[:2], dtype, generator) * 0.5 for shape in shapes]
@@ -141,9 +149,14 @@ def _stack(
     device, gain = generator.device, num_columns**-0.5
     if format == "":
         return _random(shape, dtype, generator) * gain, None
-    if format == "mxfp4":
+    if format in PACKED_FORMATS:
         packed = (num_experts, num_rows, num_columns // 2)
         codes = torch.randint(0, 256, packed, generator=generator, device=device)
+    if format == "nvfp4":
+        groups = (num_experts, num_rows, num_columns // NVFP4_GROUP)
+        scale = torch.rand(groups, generator=generator, device=device) * 8 + 0.5
+        return codes.to(torch.uint8), scale.to(torch.float8_e4m3fn)
+    if format == "mxfp4":
         centre = round(math.log2(gain / 3)) + 127
         groups = (num_experts, num_rows, num_columns // MXFP4_GROUP)
         exponents = torch.randint(
@@ -154,6 +167,12 @@ def _stack(
     scale = torch.rand(blocks, generator=generator, device=device) * gain / 64 + gain / 128
     values = _random(shape, torch.float32, generator) * 64
     return values.to(torch.float8_e4m3fn), scale
+
+
+def _global_scales(shape: tuple[int, int], num_columns: int, generator: torch.Generator) -> Tensor:
+    """Of "nvfp4", for about unit gain with the scales of `_stack`."""
+    values = torch.rand(shape, generator=generator, device=generator.device) + 0.5
+    return values * (num_columns**-0.5 / 14)
 
 
 def _experts_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
@@ -167,6 +186,7 @@ def _experts_examples(dtype: torch.dtype, device: torch.device, seed: int) -> li
         ((3, 64, 4, 16, 8), "", Activation()),
         ((9, 20, 16, 32, 16), "", Activation()),
         ((6, 3, 2, 64, 96), "mxfp4", clamped),
+        ((6, 3, 2, 96, 64), "nvfp4", Activation()),
         ((0, 4, 2, 32, 16), "", Activation()),
     )
     made = []
@@ -198,6 +218,8 @@ def expert_arguments(
         *activation,
         weights.gate_up_scale,
         weights.down_scale,
+        weights.gate_up_global_scale,
+        weights.down_global_scale,
         weights.format,
     )
 
@@ -209,7 +231,9 @@ def _experts_fake(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
 EXPERTS = define_op(
     "experts(Tensor x, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias,"
     " Tensor weights, Tensor ids, Tensor order, Tensor offsets, str activation, float alpha,"
-    " float limit, Tensor? gate_up_scale, Tensor? down_scale, str format, str impl='') -> Tensor",
+    " float limit, Tensor? gate_up_scale, Tensor? down_scale,"
+    " Tensor? gate_up_global_scale, Tensor? down_global_scale, str format,"
+    " str impl='') -> Tensor",
     reference=reference_moe.experts,
     fake=_experts_fake,
     example_inputs=_experts_examples,
@@ -232,6 +256,8 @@ def experts_cpu(
     limit: float,
     gate_up_scale: Tensor | None,
     down_scale: Tensor | None,
+    gate_up_global_scale: Tensor | None,
+    down_global_scale: Tensor | None,
     format: str,
     impl: str = "",
 ) -> Tensor:
@@ -244,9 +270,11 @@ def experts_cpu(
         raise ValueError(f"experts: {impl} does not run on a CPU; grouped and torch do")
     if impl == "torch":
         arguments = (x, gate_up, down, gate_up_bias, down_bias, weights, ids, order, offsets)
-        options = (activation, alpha, limit, gate_up_scale, down_scale, format)
+        scales = (gate_up_scale, down_scale, gate_up_global_scale, down_global_scale)
+        options = (activation, alpha, limit, *scales, format)
         return reference_moe.experts(*arguments, *options)
-    stacked = (gate_up, gate_up_bias, gate_up_scale), (down, down_bias, down_scale)
+    first = gate_up_bias, (gate_up, gate_up_scale, gate_up_global_scale)
+    second = down_bias, (down, down_scale, down_global_scale)
     total = torch.zeros(x.shape, dtype=torch.float32)
     pairs, pair_weights = order.long(), weights.flatten()
     edges = offsets.tolist()
@@ -256,10 +284,8 @@ def experts_cpu(
         mine = pairs[begin:end]
         tokens = mine // ids.shape[1]
         y = x[tokens]
-        for is_last, (weight, bias, scale) in enumerate(stacked):
-            matrix = reference_moe.dequantize_expert(
-                weight[e], None if scale is None else scale[e], format, x.dtype
-            )
+        for is_last, (bias, stacked) in enumerate((first, second)):
+            matrix = reference_moe.dequantize_stacked(*stacked, e, format, x.dtype)
             y = linear_cpu(y, matrix, None if bias is None else bias[e].contiguous())
             if not is_last:
                 y = gated_activation(y, activation, alpha, limit)

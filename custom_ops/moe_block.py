@@ -49,6 +49,8 @@ class BlockOperands(NamedTuple):
     limit: float
     gate_up_scale: Tensor | None
     down_scale: Tensor | None
+    gate_up_global_scale: Tensor | None
+    down_global_scale: Tensor | None
     format: str
     residual: Tensor | None
 
@@ -97,7 +99,7 @@ def _examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple
             operands.top_k,
             *("sigmoid" if is_odd else "softmax", number % 3 != 1, 1, 1, 1.5 if is_odd else 1.0),
             *arguments[1:5],
-            *arguments[9:15],
+            *arguments[9:17],
             None if is_odd else normal(num_tokens, size).to(dtype),
         )
         found.append((*block, ""))
@@ -113,7 +115,8 @@ SPARSE_MLP = define_op(
     " Tensor? score_bias, int top_k, str scoring, bool renormalize, int num_groups,"
     " int top_groups, float scale, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
     " Tensor? down_bias, str activation, float alpha, float limit, Tensor? gate_up_scale,"
-    " Tensor? down_scale, str format, Tensor? residual, str impl='') -> Tensor",
+    " Tensor? down_scale, Tensor? gate_up_global_scale, Tensor? down_global_scale, str format,"
+    " Tensor? residual, str impl='') -> Tensor",
     reference=reference_moe.sparse_mlp,
     fake=_fake,
     example_inputs=_examples,

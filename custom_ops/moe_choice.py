@@ -48,7 +48,8 @@ _E4M3_ARCH = 89
 # Experts of a token, and columns of all of them, that the kernel for one token of those takes.
 MAX_TOKEN_EXPERTS, MAX_TOKEN_COLUMNS = 16, 32768
 FP8_BLOCK = 128
-_MXFP4_GROUP = 32
+# Formats of 4-bit floats, and what their columns are a multiple of.
+FP4_FORMATS, FP4_COLUMNS = ("mxfp4", "nvfp4"), 32
 
 
 def route_traits(logits: Tensor, num_groups: int) -> dict[str, int]:
@@ -87,8 +88,8 @@ def experts_traits(
         "has_both_biases": (biases[0] is None) == (biases[1] is None),
         "is_silu": activation == "silu",
         "is_plain": format == "",
-        "is_mxfp4": format == "mxfp4",
-        "is_fp8": format == "fp8_block",
+        "is_fp4": format in FP4_FORMATS,
+        "has_e4m3": format in ("fp8_block", "nvfp4"),
         "has_one_dtype": all(t.dtype == x.dtype for t in others),
         "is_contiguous": gate_up.is_contiguous() and down.is_contiguous() and x.stride(1) == 1,
         "is_aligned": x.stride(0) % 8 == 0,
@@ -182,7 +183,7 @@ def _why_block_stream_is_slower(traits: Traits) -> str | None:
             "sorted pairs took 406.3 us a layer at 128 tokens, these 409.1;"
             f" between {MAX_FUSED_TOKENS} and 128 nothing was measured",
         ),
-        (not traits["is_mxfp4"], "packed weights have a kernel of their own"),
+        (not traits["is_fp4"], "packed weights have a kernel of their own"),
     )
     reason = next((reason for is_met, reason in rules if not is_met), None)
     return reason or _why_stream_is_slower(traits)
@@ -195,13 +196,13 @@ def _rejects(traits: Traits) -> str | None:
         (traits["has_both_biases"], "needs a bias of both products or of none"),
         (traits["is_contiguous"], "needs contiguous weights, and packed rows of x"),
         (
-            not traits["is_mxfp4"]
-            or (traits["size"] % _MXFP4_GROUP == 0 and traits["inner_size"] % _MXFP4_GROUP == 0),
-            f"needs whole groups of {_MXFP4_GROUP} values",
+            not traits["is_fp4"]
+            or (traits["size"] % FP4_COLUMNS == 0 and traits["inner_size"] % FP4_COLUMNS == 0),
+            f"needs multiples of {FP4_COLUMNS} values",
         ),
         (
-            not traits["is_fp8"] or traits["arch"] >= _E4M3_ARCH,
-            f"needs sm_{_E4M3_ARCH} for weights in e4m3, this is sm_{traits['arch']}",
+            not traits["has_e4m3"] or traits["arch"] >= _E4M3_ARCH,
+            f"needs sm_{_E4M3_ARCH} for weights or scales in e4m3, this is sm_{traits['arch']}",
         ),
     )
     return next((reason for is_met, reason in rules if not is_met), None)
@@ -232,8 +233,8 @@ def _why_stream_is_slower(traits: Traits) -> str | None:
 
 
 def _rejects_packed(traits: Traits) -> str | None:
-    if not traits["is_mxfp4"]:
-        return "takes weights in mxfp4"
+    if not traits["is_fp4"]:
+        return f"takes weights in {' and '.join(FP4_FORMATS)}"
     if not traits["is_aligned"]:
         return "needs rows of x at multiples of 16 bytes"
     return _rejects(traits)

@@ -17,6 +17,8 @@ from compiled_engine.custom_ops.registry import Target
 
 # The experts of Qwen3-30B-A3B: their number, those of a token, hidden and inner size.
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
+# Endings of the arguments that belong to one of the two products.
+_OF_PRODUCT = ("", "_bias", "_scale", "_global_scale")
 
 
 def distinct_experts(num_experts: int, num_pairs: int, top_k: int) -> float:
@@ -31,7 +33,7 @@ def experts_bytes_flops(
     """The distinct experts' weights once, tokens in and out; two operations a weight and pair."""
     x, gate_up, ids = (arguments[n] for n in ("x", "gate_up", "ids"))
     num_experts, top_k = gate_up.shape[0], ids.shape[1]
-    names = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
+    names = [f"{product}{of}" for product in ("gate_up", "down") for of in _OF_PRODUCT]
     stacks = [arguments[name] for name in names if arguments[name] is not None]
     stacked = sum(stack.numel() * stack.element_size() for stack in stacks)
     touched = distinct_experts(num_experts, ids.numel(), top_k)
@@ -135,10 +137,12 @@ def experts_step(
 def block_step(arguments: Mapping[str, Any], device: torch.device, context: int) -> dict[str, Any]:
     """Scales of about 1 of packed experts."""
     made = {}
+    of_one = {torch.uint8: 120, torch.float8_e4m3fn: 1.0}
     for name in ("gate_up_scale", "down_scale"):
         scale = arguments[name]
-        if scale is not None and scale.dtype == torch.uint8:
-            made[name] = torch.full(scale.shape, 120, dtype=torch.uint8, device=device)
+        if scale is not None and scale.dtype in of_one:
+            made[name] = torch.full((), of_one[scale.dtype], device=device).to(scale.dtype)
+            made[name] = made[name].expand(scale.shape).contiguous()
     return made
 
 
@@ -157,4 +161,4 @@ def _block_arguments(make_experts: Callable[[], tuple[Any, ...]]) -> tuple[Any, 
     router = torch.randint(-4, 5, (operands.num_experts, x.shape[1]), device=x.device) / 128
     head = (x, torch.ones_like(x[0]), 1e-6, router.to(x.dtype), None, None)
     routing = (operands.top_k, "softmax", True, 1, 1, 1.0)
-    return (*head, *routing, *operands[1:5], *operands[9:15], operands.x, "")
+    return (*head, *routing, *operands[1:5], *operands[9:17], operands.x, "")

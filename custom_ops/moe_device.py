@@ -2,6 +2,7 @@
 
 A weight is a matrix of rows; `FORMAT` says how a row of `SIZE` values lies in memory:
 "" as it is; "mxfp4" two values a byte, the low nibble first, with an exponent a group of 32;
+"nvfp4" likewise with an e4m3 scale a group of 16, and an fp32 scale a matrix that multiplies sums;
 "fp8_block" e4m3, with an fp32 scale for 128 rows and 128 columns.
 """
 
@@ -10,8 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-GROUP = tl.constexpr(32)  # values that share an exponent in "mxfp4"
 FP8_BLOCK = tl.constexpr(128)  # rows, and columns, that share a scale in "fp8_block"
+
+
+@triton.constexpr_function
+def fp4_group(format: str) -> int:
+    """Values that share a scale in a format of 4-bit floats; 1 of others."""
+    return {"mxfp4": 32, "nvfp4": 16}.get(format, 1)
 
 
 @triton.jit
@@ -73,23 +79,28 @@ def unpack_fp4(packed: tl.tensor, IN_ASSEMBLY: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def fp4_scale(exponent: tl.tensor) -> tl.tensor:
-    """What `unpack_fp4` gave is multiplied by, in fp32, from biased exponents (uint8)."""
-    wide = exponent.to(tl.int32)
-    bits = tl.where(wide == 0, 0x400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
-    return bits.to(tl.float32, bitcast=True) * 16384.0
+def fp4_scale(stored: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
+    """What `unpack_fp4` gave is multiplied by, in fp32, from e4m3 or biased exponents (uint8)."""
+    if GROUP == 16:
+        scale = stored.to(tl.float32)
+    else:
+        wide = stored.to(tl.int32)
+        bits = tl.where(wide == 0, 0x400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale * 16384.0
 
 
 @triton.jit
 def dequantize_fp4(
-    packed: tl.tensor, exponent: tl.tensor, dtype: tl.constexpr, IN_ASSEMBLY: tl.constexpr
-) -> tl.tensor:
-    """Rows [R, B] in `dtype` from bytes [R, B / 2] and exponents [R, B / 32]."""
+    packed: tl.tensor, stored: tl.tensor, dtype: tl.constexpr, GROUP: tl.constexpr,
+    IN_ASSEMBLY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Rows [R, B] in `dtype` from bytes [R, B / 2] and scales [R, B / GROUP]."""
     ROWS: tl.constexpr = packed.shape[0]
     HALF: tl.constexpr = packed.shape[1]
     low, high = unpack_fp4(packed, IN_ASSEMBLY)
     values = tl.reshape(tl.join(low, high), (ROWS, 2 * HALF // GROUP, GROUP)).to(tl.float32)
-    values = values * fp4_scale(exponent)[:, :, None]
+    values = values * fp4_scale(stored, GROUP)[:, :, None]
     return tl.reshape(values.to(dtype), (ROWS, 2 * HALF))
 
 
@@ -113,18 +124,19 @@ def load_rows(
     """
     IS_EVEN: tl.constexpr = SIZE % BLOCK == 0
     rows = matrix.to(tl.int64) * NUM_ROWS + row
-    if FORMAT == "mxfp4":
+    GROUP: tl.constexpr = fp4_group(FORMAT)
+    if GROUP > 1:
         at = column // 2 + tl.arange(0, BLOCK // 2)[None, :]
         group = column // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
         packed_at = weight + rows[:, None] * (SIZE // 2) + at
         scale_at = scale + rows[:, None] * (SIZE // GROUP) + group
         if IS_EVEN:
             packed = tl.load(packed_at, eviction_policy="evict_first")
-            exponent = tl.load(scale_at)
+            stored = tl.load(scale_at)
         else:
             packed = tl.load(packed_at, mask=at < SIZE // 2, other=0, eviction_policy="evict_first")
-            exponent = tl.load(scale_at, mask=group < SIZE // GROUP, other=0)
-        values = dequantize_fp4(packed, exponent, dtype, IN_ASSEMBLY)
+            stored = tl.load(scale_at, mask=group < SIZE // GROUP, other=0.0)
+        values = dequantize_fp4(packed, stored, dtype, GROUP, IN_ASSEMBLY)
     else:
         at = column + tl.arange(0, BLOCK)[None, :]
         place = weight + rows[:, None] * SIZE + at

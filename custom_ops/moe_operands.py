@@ -28,6 +28,8 @@ class ExpertOperands(NamedTuple):
     limit: float
     gate_up_scale: Tensor | None
     down_scale: Tensor | None
+    gate_up_global_scale: Tensor | None
+    down_global_scale: Tensor | None
     format: str
     residual: Tensor | None = None
 
@@ -54,6 +56,11 @@ class ExpertOperands(NamedTuple):
     def scale(self, product: int) -> Tensor:
         """Scales of the first (0) or second product; x, which is not read, if there are none."""
         found = self.down_scale if product else self.gate_up_scale
+        return self.x if found is None else found
+
+    def global_scale(self, product: int) -> Tensor:
+        """Scales of the matrices of the first (0) or second product; x if there are none."""
+        found = self.down_global_scale if product else self.gate_up_global_scale
         return self.x if found is None else found
 
     def bias(self, product: int) -> Tensor:

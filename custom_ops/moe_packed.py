@@ -27,7 +27,7 @@ from compiled_engine.custom_ops.quant_packed import PackedArgs
 
 SOURCE = "packed/experts.cu"
 KERNEL = "expert_product"
-_MXFP4 = 3
+FORMATS = {"nvfp4": 2, "mxfp4": 3}
 # Columns of 128 bytes of a row.
 UNIT = 256
 
@@ -52,6 +52,7 @@ class Variant:
     is_clamped: bool
     is_half: bool
     num_units: int
+    format: str = "mxfp4"
 
     @property
     def ahead(self) -> int:
@@ -78,7 +79,7 @@ class Variant:
     def flags(self) -> tuple[str, ...]:
         """Of the compiler."""
         values = {
-            "FORMAT": _MXFP4,
+            "FORMAT": FORMATS[self.format],
             "X_KIND": 0,
             "TOKENS": self.config.pairs,
             "HALF": self.is_half,
@@ -103,6 +104,7 @@ def variant_of(operands: ExpertOperands, config: PackedExpertsConfig, *, is_down
         is_clamped=operands.activation == "swiglu_clamped",
         is_half=operands.x.dtype == torch.float16,
         num_units=-(-size // UNIT),
+        format=operands.format,
     )
 
 
@@ -123,6 +125,7 @@ def arguments(operands: ExpertOperands, x: Tensor, out: Tensor, variant: Variant
         weight=weight.data_ptr(),
         scale=scale.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
+        row_scale=operands.global_scale(int(is_down)).data_ptr(),
         out=out.data_ptr(),
         x_stride=x.stride(0),
         num_outputs=num_outputs,
@@ -131,7 +134,7 @@ def arguments(operands: ExpertOperands, x: Tensor, out: Tensor, variant: Variant
         scale_columns=scale.shape[2],
         num_tiles=-(-num_outputs // variant.outputs),
         warp_units=variant.warp_units,
-        factor=1.0,
+        factor=_factor(variant),
     )
     return ExpertArgs(
         product=product,
@@ -144,6 +147,13 @@ def arguments(operands: ExpertOperands, x: Tensor, out: Tensor, variant: Variant
         top_k=operands.top_k,
         rows=weight.shape[1],
     )
+
+
+def _factor(variant: Variant) -> float:
+    """What undoes the powers of two in the kernel's sums; see `widen_word` and `widen_scales`."""
+    if variant.format == "mxfp4":
+        return 1.0
+    return 128.0 if variant.is_half else 512.0
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from compiled_engine.custom_ops.cuda_build import (
 from compiled_engine.custom_ops.gemm_skinny import num_multiprocessors
 from compiled_engine.custom_ops.moe_config import PackedTokenConfig
 from compiled_engine.custom_ops.moe_operands import ExpertOperands
-from compiled_engine.custom_ops.moe_packed import UNIT
+from compiled_engine.custom_ops.moe_packed import FORMATS, UNIT
 from compiled_engine.custom_ops.quant_packed import MAX_SHARED_BYTES, PackedArgs
 
 SOURCE = "packed/experts_token.cu"
@@ -53,6 +53,7 @@ class Variant:
     is_half: bool
     top_k: int
     slot_units: int
+    format: str = "mxfp4"
 
     @property
     def warp_units(self) -> int:
@@ -97,6 +98,7 @@ class Variant:
     def flags(self) -> tuple[str, ...]:
         """Of the compiler."""
         values = {
+            "FORMAT": FORMATS[self.format],
             "HALF": True,
             "IO_HALF": self.is_half,
             "GATED": not self.is_down,
@@ -122,6 +124,7 @@ def variant_of(operands: ExpertOperands, config: PackedTokenConfig, *, is_down: 
         is_half=operands.x.dtype == torch.float16,
         top_k=operands.top_k,
         slot_units=-(-size // UNIT),
+        format=operands.format,
     )
 
 
@@ -142,6 +145,7 @@ def arguments(
         weight=weight.data_ptr(),
         scale=scale.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
+        row_scale=operands.global_scale(int(is_down)).data_ptr(),
         residual=residual,
         out=out.data_ptr(),
         x_stride=x.stride(0),

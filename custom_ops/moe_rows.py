@@ -19,8 +19,8 @@ from torch import Tensor
 from compiled_engine.custom_ops.moe_config import RowsConfig
 from compiled_engine.custom_ops.moe_device import (
     FP8_BLOCK,
-    GROUP,
     activate,
+    fp4_group,
     fp4_scale,
     unpack_fp4,
 )
@@ -38,7 +38,8 @@ def _load(
     What lies past the end of a row is 0. Plain weights have no scales: the second is the first.
     """
     rows = matrix.to(tl.int64) * NUM_ROWS + row
-    if FORMAT == "mxfp4":
+    GROUP: tl.constexpr = fp4_group(FORMAT)
+    if GROUP > 1:
         at = first // 2 + tl.arange(0, BLOCK // 2)[None, :]
         group = first // GROUP + tl.arange(0, BLOCK // GROUP)[None, :]
         place = weight + rows[:, None] * (SIZE // 2) + at
@@ -48,7 +49,7 @@ def _load(
             factors = tl.load(scale_place)
         else:
             values = tl.load(place, mask=at < SIZE // 2, other=0, eviction_policy="evict_first")
-            factors = tl.load(scale_place, mask=group < SIZE // GROUP, other=0)
+            factors = tl.load(scale_place, mask=group < SIZE // GROUP, other=0.0)
     else:
         at = first + tl.arange(0, BLOCK)[None, :]
         place = weight + rows[:, None] * SIZE + at
@@ -85,13 +86,14 @@ def _multiply(
     """Products of a block with x [BLOCK], of which sums over the last dim are still to be taken."""
     BLOCK: tl.constexpr = x.shape[0]
     ROWS: tl.constexpr = values.shape[0]
-    if FORMAT == "mxfp4":
+    GROUP: tl.constexpr = fp4_group(FORMAT)
+    if GROUP > 1:
         HALF: tl.constexpr = GROUP // 2
         even, odd = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
         low, high = unpack_fp4(values, IN_ASSEMBLY)
         both = low.to(tl.float32) * even[None, :] + high.to(tl.float32) * odd[None, :]
         sums = tl.sum(tl.reshape(both, (ROWS, BLOCK // GROUP, HALF)), axis=2)
-        products = sums * fp4_scale(factors)
+        products = sums * fp4_scale(factors, GROUP)
     elif FORMAT == "fp8_block":
         products = values.to(tl.float32) * x[None, :] * factors[:, None]
     else:
@@ -101,11 +103,11 @@ def _multiply(
 
 @triton.jit
 def rows_gate_up_kernel(
-    x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, ids: tl.tensor,
-    inner: tl.tensor, x_stride: tl.tensor, alpha: tl.tensor, limit: tl.tensor, K: tl.constexpr,
-    SIZE: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
-    IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, scale: tl.tensor, overall: tl.tensor, bias: tl.tensor,
+    ids: tl.tensor, inner: tl.tensor, x_stride: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
+    K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: programs for each pair's `OUTPUTS` inner values, all those of a pair in a row.
 
@@ -113,7 +115,7 @@ def rows_gate_up_kernel(
     """
     TILES: tl.constexpr = (INNER + OUTPUTS - 1) // OUTPUTS
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    WIDTH: tl.constexpr = BLOCK // GROUP if FORMAT == "mxfp4" else BLOCK
+    WIDTH: tl.constexpr = BLOCK // fp4_group(FORMAT)
     pair = tl.program_id(0) // TILES
     first = tl.program_id(0) % TILES * OUTPUTS
     slot = tl.arange(0, 2 * OUTPUTS)
@@ -141,6 +143,8 @@ def rows_gate_up_kernel(
         values = _load_x(x, i * BLOCK, SIZE, BLOCK)
         sums += _multiply(loaded[i], factors[i], values, FORMAT, IN_ASSEMBLY)
     y = tl.sum(sums, axis=1)
+    if FORMAT == "nvfp4":
+        y *= tl.load(overall + expert * 2 + slot % 2)
     if HAS_BIAS:
         y += tl.load(bias + expert * (2 * INNER) + row).to(tl.float32)
     gate, up = tl.split(tl.reshape(y, (OUTPUTS, 2)))
@@ -151,11 +155,11 @@ def rows_gate_up_kernel(
 
 @triton.jit
 def rows_down_kernel(
-    inner: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, weights: tl.tensor,
-    ids: tl.tensor, residual: tl.tensor, out: tl.tensor, residual_stride: tl.tensor,
-    HAS_RESIDUAL: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
-    FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    inner: tl.tensor, weight: tl.tensor, scale: tl.tensor, overall: tl.tensor, bias: tl.tensor,
+    weights: tl.tensor, ids: tl.tensor, residual: tl.tensor, out: tl.tensor,
+    residual_stride: tl.tensor, HAS_RESIDUAL: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
+    INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: programs for each token's `OUTPUTS` values, all those of a token in a row.
 
@@ -166,7 +170,7 @@ def rows_down_kernel(
     TILES: tl.constexpr = (SIZE + OUTPUTS - 1) // OUTPUTS
     PARTS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
     BLOCKS: tl.constexpr = K * PARTS
-    WIDTH: tl.constexpr = BLOCK // GROUP if FORMAT == "mxfp4" else BLOCK
+    WIDTH: tl.constexpr = BLOCK // fp4_group(FORMAT)
     token = tl.program_id(0) // TILES
     output = tl.program_id(0) % TILES * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.minimum(output, SIZE - 1)
@@ -197,6 +201,8 @@ def rows_down_kernel(
             factors += (factor,)
         values = _load_x(inner + i // PARTS * INNER, i % PARTS * BLOCK, INNER, BLOCK)
         values = values * shares[i // PARTS]
+        if FORMAT == "nvfp4":
+            values = values * tl.load(overall + experts[i // PARTS])
         sums += _multiply(loaded[i], factors[i], values, FORMAT, IN_ASSEMBLY)
         if HAS_BIAS and i % PARTS == 0:
             added = tl.load(bias + experts[i // PARTS] * SIZE + row).to(tl.float32)
@@ -218,8 +224,8 @@ def launch_rows(operands: ExpertOperands, first: RowsConfig, second: RowsConfig)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     blocks = triton.cdiv(size, first.block)
     rows_gate_up_kernel[(num_pairs * triton.cdiv(inner_size, first.outputs),)](
-        x, operands.gate_up, operands.scale(0), operands.bias(0), operands.ids, inner, x.stride(0),
-        operands.alpha, operands.limit,
+        x, operands.gate_up, operands.scale(0), operands.global_scale(0), operands.bias(0),
+        operands.ids, inner, x.stride(0), operands.alpha, operands.limit,
         CLAMPED=operands.activation == "swiglu_clamped",
         OUTPUTS=first.outputs,
         BLOCK=first.block,
@@ -230,8 +236,9 @@ def launch_rows(operands: ExpertOperands, first: RowsConfig, second: RowsConfig)
     )  # fmt: skip
     blocks = operands.top_k * triton.cdiv(inner_size, second.block)
     rows_down_kernel[(x.shape[0] * triton.cdiv(size, second.outputs),)](
-        inner, operands.down, operands.scale(1), operands.bias(1), operands.weights, operands.ids,
-        operands.residual_or_x, out, operands.residual_or_x.stride(0),
+        inner, operands.down, operands.scale(1), operands.global_scale(1), operands.bias(1),
+        operands.weights, operands.ids, operands.residual_or_x, out,
+        operands.residual_or_x.stride(0),
         HAS_RESIDUAL=operands.residual is not None,
         OUTPUTS=second.outputs,
         BLOCK=second.block,

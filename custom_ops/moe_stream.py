@@ -55,12 +55,12 @@ def _picked(pair: tl.tensor, place: tl.tensor, at: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def stream_gate_up_kernel(
-    x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, order: tl.tensor,
-    offsets: tl.tensor, inner: tl.tensor, x_stride: tl.tensor, alpha: tl.tensor, limit: tl.tensor,
-    num_tokens: tl.tensor, TOKENS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr,
-    INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
-    OUTPUTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, scale: tl.tensor, overall: tl.tensor, bias: tl.tensor,
+    order: tl.tensor, offsets: tl.tensor, inner: tl.tensor, x_stride: tl.tensor, alpha: tl.tensor,
+    limit: tl.tensor, num_tokens: tl.tensor, TOKENS: tl.constexpr, K: tl.constexpr,
+    SIZE: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr, OUTPUTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: programs for each expert's `OUTPUTS` inner values, all those of an expert in a row.
 
@@ -103,6 +103,9 @@ def stream_gate_up_kernel(
             values = _load_pairs(place, is_pair, column, SIZE, BLOCK)
             gate = tl.dot(w_gate, values, gate)
             up = tl.dot(w_up, values, up)
+        if FORMAT == "nvfp4":
+            gate *= tl.load(overall + expert * 2)
+            up *= tl.load(overall + expert * 2 + 1)
         if HAS_BIAS:
             gate += tl.load(bias + expert * (2 * INNER) + row).to(tl.float32)[:, None]
             up += tl.load(bias + expert * (2 * INNER) + INNER + row).to(tl.float32)[:, None]
@@ -113,11 +116,11 @@ def stream_gate_up_kernel(
 
 @triton.jit
 def stream_down_kernel(
-    inner: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, order: tl.tensor,
-    offsets: tl.tensor, results: tl.tensor, num_tokens: tl.tensor, TOKENS: tl.constexpr,
-    K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+    inner: tl.tensor, weight: tl.tensor, scale: tl.tensor, overall: tl.tensor, bias: tl.tensor,
+    order: tl.tensor, offsets: tl.tensor, results: tl.tensor, num_tokens: tl.tensor,
+    TOKENS: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: programs for each expert's `OUTPUTS` values, all those of an expert in a row.
 
@@ -150,6 +153,8 @@ def stream_down_kernel(
             )
             values = _load_pairs(place, is_pair, column, INNER, BLOCK)
             y = tl.dot(w, values, y)
+        if FORMAT == "nvfp4":
+            y *= tl.load(overall + expert)
         if HAS_BIAS:
             y += tl.load(bias + expert * SIZE + row).to(tl.float32)[:, None]
         pair = at
@@ -219,8 +224,9 @@ def launch_stream(operands: ExpertOperands, first: StreamConfig, second: StreamC
     results = x.new_empty((num_pairs, size))
     outputs = first.rows // 2
     stream_gate_up_kernel[(operands.num_experts * triton.cdiv(inner_size, outputs),)](
-        x, operands.gate_up, operands.scale(0), operands.bias(0), operands.order, operands.offsets,
-        inner, x.stride(0), operands.alpha, operands.limit, num_tokens,
+        x, operands.gate_up, operands.scale(0), operands.global_scale(0), operands.bias(0),
+        operands.order, operands.offsets, inner, x.stride(0), operands.alpha, operands.limit,
+        num_tokens,
         TOKENS=tokens,
         CLAMPED=operands.activation == "swiglu_clamped",
         OUTPUTS=outputs,
@@ -232,8 +238,8 @@ def launch_stream(operands: ExpertOperands, first: StreamConfig, second: StreamC
         **constants,
     )  # fmt: skip
     stream_down_kernel[(operands.num_experts * triton.cdiv(size, second.rows),)](
-        inner, operands.down, operands.scale(1), operands.bias(1), operands.order,
-        operands.offsets, results, num_tokens,
+        inner, operands.down, operands.scale(1), operands.global_scale(1), operands.bias(1),
+        operands.order, operands.offsets, results, num_tokens,
         TOKENS=tokens,
         OUTPUTS=second.rows,
         PAIRS=second.pairs,

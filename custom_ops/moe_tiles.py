@@ -105,9 +105,9 @@ def _load_pairs(
 
 @triton.jit
 def tiles_gate_up_kernel(
-    x: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, order: tl.tensor,
-    offsets: tl.tensor, tiles: tl.tensor, inner: tl.tensor, x_stride: tl.tensor, alpha: tl.tensor,
-    limit: tl.tensor, num_tiles: tl.tensor, K: tl.constexpr, SIZE: tl.constexpr,
+    x: tl.tensor, weight: tl.tensor, scale: tl.tensor, overall: tl.tensor, bias: tl.tensor,
+    order: tl.tensor, offsets: tl.tensor, tiles: tl.tensor, inner: tl.tensor, x_stride: tl.tensor,
+    alpha: tl.tensor, limit: tl.tensor, num_tiles: tl.tensor, K: tl.constexpr, SIZE: tl.constexpr,
     INNER: tl.constexpr, FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, CLAMPED: tl.constexpr,
     PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     SWATH: tl.constexpr, IS_DESCRIPTOR: tl.constexpr, IN_ASSEMBLY: tl.constexpr,
@@ -138,6 +138,9 @@ def tiles_gate_up_kernel(
             )  # fmt: skip
             gate = tl.dot(values, w_gate.T, gate)
             up = tl.dot(values, w_up.T, up)
+        if FORMAT == "nvfp4":
+            gate *= tl.load(overall + expert * 2)
+            up *= tl.load(overall + expert * 2 + 1)
         output = row + tl.arange(0, OUTPUTS)
         is_output = output < INNER
         if HAS_BIAS:
@@ -151,11 +154,11 @@ def tiles_gate_up_kernel(
 
 @triton.jit
 def tiles_down_kernel(
-    inner: tl.tensor, weight: tl.tensor, scale: tl.tensor, bias: tl.tensor, order: tl.tensor,
-    offsets: tl.tensor, tiles: tl.tensor, results: tl.tensor, num_tiles: tl.tensor,
-    K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, SWATH: tl.constexpr, IS_DESCRIPTOR: tl.constexpr,
+    inner: tl.tensor, weight: tl.tensor, scale: tl.tensor, overall: tl.tensor, bias: tl.tensor,
+    order: tl.tensor, offsets: tl.tensor, tiles: tl.tensor, results: tl.tensor,
+    num_tiles: tl.tensor, K: tl.constexpr, SIZE: tl.constexpr, INNER: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_BIAS: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, SWATH: tl.constexpr, IS_DESCRIPTOR: tl.constexpr,
     IN_ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: as of `tiles_gate_up_kernel`. results: [pairs, SIZE], pair by pair, not sorted."""
@@ -180,6 +183,8 @@ def tiles_down_kernel(
                 FORMAT, IS_DESCRIPTOR, IN_ASSEMBLY,
             )  # fmt: skip
             y = tl.dot(values, w.T, y)
+        if FORMAT == "nvfp4":
+            y *= tl.load(overall + expert)
         output = row + tl.arange(0, OUTPUTS)
         is_output = output < SIZE
         if HAS_BIAS:
@@ -235,9 +240,9 @@ def launch_tiles(
     results = x.new_empty((num_pairs, size))
     tiles = list_tiles(operands, first.pairs)
     tiles_gate_up_kernel[(tiles.shape[0] * triton.cdiv(inner_size, first.outputs),)](
-        x, _operand(operands.gate_up, first), operands.scale(0), operands.bias(0), operands.order,
-        operands.offsets, tiles, inner, x.stride(0), operands.alpha, operands.limit,
-        tiles.shape[0],
+        x, _operand(operands.gate_up, first), operands.scale(0), operands.global_scale(0),
+        operands.bias(0), operands.order, operands.offsets, tiles, inner, x.stride(0),
+        operands.alpha, operands.limit, tiles.shape[0],
         CLAMPED=operands.activation == "swiglu_clamped",
         launch_pdl=pdl,
         **constants,
@@ -247,8 +252,8 @@ def launch_tiles(
     if second.has_descriptors:
         left = _descriptor(inner, second.pairs, second.block)
     tiles_down_kernel[(tiles.shape[0] * triton.cdiv(size, second.outputs),)](
-        left, _operand(operands.down, second), operands.scale(1), operands.bias(1),
-        operands.order, operands.offsets, tiles, results, tiles.shape[0],
+        left, _operand(operands.down, second), operands.scale(1), operands.global_scale(1),
+        operands.bias(1), operands.order, operands.offsets, tiles, results, tiles.shape[0],
         launch_pdl=pdl,
         **constants,
         **_sizes(second),

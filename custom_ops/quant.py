@@ -56,9 +56,11 @@ class _Random:
         return torch.full((1,), 0.01, device=self.device) if is_static else None
 
     def zero(self, format: str, scale: Tensor) -> Tensor | None:
-        """Codes that mean 0, for every other int4 weight."""
+        """Zeros of every other int4 weight: codes, or values if it has a multiple of 5 rows."""
         if format != "int4_group" or scale.shape[0] % 2 == 0:
             return None
+        if scale.shape[0] % 5 == 0:
+            return self.normal(*scale.shape) * 0.01
         numbers = torch.arange(scale.numel(), device=self.device) % 16
         return numbers.to(torch.uint8).view(scale.shape)
 
@@ -92,7 +94,7 @@ def _dequantize_examples(dtype: torch.dtype, device: torch.device, seed: int) ->
     random = _Random(dtype, device, seed)
     found: Examples = []
     for format in WEIGHT_FORMATS:
-        for n, k in ((5, 96), (130, 200)):
+        for n, k in ((5, 96), (7, 64), (130, 200)):
             weight, scale, _, global_scale = quantize_weight(random.normal(n, k), format)
             zero = random.zero(format, scale)
             found.append((weight, scale, zero, global_scale, format, k, dtype))
@@ -116,9 +118,11 @@ def _quantized_linear_examples(dtype: torch.dtype, device: torch.device, seed: i
         (0, 8, 32, False, True, True, True),
     )
     for index, (format, activation_format) in enumerate(cases):
-        chosen = (sizes[index % 5], sizes[(index + 2) % 5])
+        chosen = [sizes[index % 5], sizes[(index + 2) % 5]]
         if activation_format in FP4_ACTIVATIONS:  # a norm's last bit can be another code of 16
-            chosen = (sizes[1], sizes[3])
+            chosen = [sizes[1], sizes[3]]
+        if format == "int4_group":  # with each kind of zeros
+            chosen += [(2, rows, 96, False, False, False, False) for rows in (15, 21)]
         for m, n, k, has_bias, has_norm, has_residual, is_gated in chosen:
             rows = 2 * n if is_gated else n
             weight, scale, _, global_scale = quantize_weight(random.normal(rows, k) * 0.1, format)

@@ -79,7 +79,8 @@ def quantized_linear_traits(operands: QuantOperands) -> dict[str, int]:
         # several tokens come as bytes
         "x_multiple": 16 if operands.activation_format and not is_alone else 8,
         "has_one_dtype": all(t.dtype == x.dtype for t in others),
-        "has_fine_scales": has_own_scales or operands.scale.dtype == scale_dtype,
+        "has_fine_scales": has_own_scales
+        or all(t.dtype == scale_dtype for t in operands.scales_of_values),
         "has_whole_groups": group >= _MIN_GROUP and group & (group - 1) == 0,
         "is_weight_contiguous": all(t.is_contiguous() for t in stored),
         "is_last_dim_contiguous": all(

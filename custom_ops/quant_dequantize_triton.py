@@ -47,7 +47,8 @@ def _dequantize_kernel(
     num_rows: tl.tensor, stored: tl.tensor, size: tl.tensor, scale_columns: tl.tensor,
     global_step: tl.tensor, KIND: tl.constexpr, ROW_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     IS_POWER: tl.constexpr, IS_TILED: tl.constexpr, HAS_ZERO: tl.constexpr,
-    HAS_GLOBAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_GLOBAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: groups of rows x groups of columns. Scale of (r, c): `scale[r / ROW_BLOCK, c / GROUP]`.
 
@@ -88,6 +89,8 @@ def _dequantize_kernel(
         values *= power.to(tl.float32, bitcast=True)
     else:
         values *= scales.to(tl.float32)
+    if HAS_OFFSET:
+        values += tl.load(zero + place, mask=mask, other=0.0).to(tl.float32)
     if HAS_GLOBAL:
         values *= tl.load(global_scale + row * global_step, mask=row < num_rows, other=0.0)
     tl.store(out + row * size + column, values.to(out.dtype.element_ty), mask=mask)
@@ -134,7 +137,8 @@ def dequantize(
         GROUP=group,
         IS_POWER=format == "mxfp4",
         IS_TILED=format == TILED,
-        HAS_ZERO=zero is not None,
+        HAS_ZERO=zero is not None and not zero.is_floating_point(),
+        HAS_OFFSET=zero is not None and zero.is_floating_point(),
         HAS_GLOBAL=global_scale is not None,
         ROWS=ROWS,
         COLUMNS=COLUMNS,

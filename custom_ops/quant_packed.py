@@ -82,6 +82,16 @@ class QuantOperands(NamedTuple):
         """Of the weight."""
         return self.weight.shape[1] * self.weight.element_size()
 
+    @property
+    def has_offsets(self) -> bool:
+        """Whether zeros are values, not codes."""
+        return self.zero is not None and self.zero.is_floating_point()
+
+    @property
+    def scales_of_values(self) -> list[Tensor]:
+        """What multiplies values of the weight, or is added to them."""
+        return [t for t in (self.scale, self.zero if self.has_offsets else None) if t is not None]
+
 
 @dataclass(frozen=True)
 class PackedConfig:
@@ -151,6 +161,7 @@ class Variant:
     is_half: bool
     is_gated: bool
     num_units: int
+    has_offsets: bool = False
 
     @property
     def source(self) -> str:
@@ -224,6 +235,7 @@ class Variant:
             "FORMAT": self.code,
             "ROW_BLOCK": self.row_block,
             "GROUP_BITS": self.group_bits,
+            "OFFSETS": self.has_offsets,
             "TOKENS": self.tokens,
             "X_KIND": self.kind,
             "QUANT": self.quant,
@@ -280,6 +292,7 @@ def variant_of(operands: QuantOperands, prepared: Prepared, config: PackedConfig
         is_half=operands.x.dtype == torch.float16,
         is_gated=operands.is_gated,
         num_units=-(-size // (256 if format in PACKED_FORMATS else 128)),
+        has_offsets=operands.has_offsets,
     )
 
 

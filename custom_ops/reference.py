@@ -101,27 +101,38 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, impl: str = "") -> Te
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the two halves of the first R values of [T, H, D] by angles [T, R // 2], in fp32."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the two halves of the first R values of [T, H, D] by angles [T, R // 2], in fp32.
+
+    Interleaved: neighbours instead, each value of an even place with the next one.
+    """
     half = cos.shape[-1]
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    first, second = x[..., :half], x[..., half : 2 * half]
+    if interleaved:
+        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    first, second = first.float(), second.float()
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     parts = [first * cos - second * sin, second * cos + first * sin]
+    if interleaved:
+        parts = [torch.stack(parts, dim=-1).flatten(-2)]
     if 2 * half < x.shape[-1]:
         parts.append(x[..., 2 * half :].float())
     return torch.cat(parts, dim=-1).to(x.dtype)
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding, half-split layout, of the first R values of each head.
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of the first R values of each head.
 
     Args:
         q: [T, H, D].
         k: [T, H_kv, D].
         cos: [T, R // 2] fp32, R even and at most D.
         sin: [T, R // 2] fp32.
+        interleaved: whether neighbours are pairs; else value i and value i + R // 2 are.
     """
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
 def qk_norm_rope(
@@ -132,9 +143,10 @@ def qk_norm_rope(
     cos: Tensor,
     sin: Tensor,
     eps: float,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMS norm of every head (weights [D]), then `rope`."""
-    return rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin)
+    return rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin, interleaved)
 
 
 def kv_write_functional(
@@ -187,9 +199,10 @@ def rope_kv_write_functional(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rope` of q and k, then `kv_write_functional`; returns q and the new caches."""
-    q, k = rope(q, k, cos, sin)
+    q, k = rope(q, k, cos, sin, interleaved)
     return q, *kv_write_functional(k, v, k_cache, v_cache, slot_mapping)
 
 
@@ -202,9 +215,10 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    interleaved: bool = False,
 ) -> Tensor:
     """Writes rotated k, and v, into the cache in place; returns the rotated q [T, H, D]."""
-    q, k = rope(q, k, cos, sin)
+    q, k = rope(q, k, cos, sin, interleaved)
     kv_write(k, v, k_cache, v_cache, slot_mapping)
     return q
 
@@ -221,9 +235,10 @@ def qk_norm_rope_kv_write_functional(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`qk_norm_rope`, then `kv_write_functional`; returns q and the new caches."""
-    q, k = qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+    q, k = qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, interleaved)
     return q, *kv_write_functional(k, v, k_cache, v_cache, slot_mapping)
 
 
@@ -239,9 +254,10 @@ def qk_norm_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    interleaved: bool = False,
 ) -> Tensor:
     """Writes normed and rotated k, and v, into the cache in place; returns q likewise prepared."""
-    q, k = qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
+    q, k = qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, interleaved)
     kv_write(k, v, k_cache, v_cache, slot_mapping)
     return q
 

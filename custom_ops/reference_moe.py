@@ -79,25 +79,48 @@ def _in_best_groups(choice: Tensor, num_groups: int, top_groups: int) -> Tensor:
     return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def dequantize_expert(weight: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
+def dequantize_expert(
+    weight: Tensor,
+    scale: Tensor | None,
+    fmt: str,
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """The matrix [n, m] of one expert in `dtype`.
 
     Args:
-        weight: "" a plain matrix; "mxfp4" uint8 [n, m / 2], the low nibble first; "fp8_block"
-            e4m3 [n, m].
-        scale: "mxfp4" uint8 [n, m / 32], exponents biased by 127; "fp8_block" fp32
-            [ceil(n / 128), ceil(m / 128)].
+        weight: "" a plain matrix; "mxfp4" and "nvfp4" uint8 [n, m / 2], the low nibble first;
+            "fp8_block" e4m3 [n, m].
+        scale: "mxfp4" uint8 [n, m / 32], exponents biased by 127; "nvfp4" e4m3 [n, m / 16];
+            "fp8_block" fp32 [ceil(n / 128), ceil(m / 128)].
         fmt: as above.
         dtype: of the result.
+        global_scale: "nvfp4" fp32 [p], each for n / p rows, one below the other.
     """
     if fmt == "":
         return weight
     assert scale is not None, f"{fmt} needs scales"
     size = weight.shape[1] * (2 if fmt in PACKED_FORMATS else 1)
-    return dequantize(weight, scale, None, None, fmt, size, dtype)
+    if global_scale is not None:
+        parts = global_scale.shape[0]
+        global_scale = global_scale.repeat_interleave(weight.shape[0] // parts).unsqueeze(1)
+    return dequantize(weight, scale, None, global_scale, fmt, size, dtype)
 
 
-def experts(
+def dequantize_stacked(
+    weight: Tensor,
+    scale: Tensor | None,
+    global_scale: Tensor | None,
+    expert: int,
+    fmt: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The matrix [n, m] of `expert` out of stacked ones; see `dequantize_expert`."""
+    one, overall = (None if s is None else s[expert] for s in (scale, global_scale))
+    return dequantize_expert(weight[expert], one, fmt, dtype, overall)
+
+
+def experts(  # noqa: D417 - some are described together
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
@@ -112,14 +135,15 @@ def experts(
     limit: float,
     gate_up_scale: Tensor | None,
     down_scale: Tensor | None,
+    gate_up_global_scale: Tensor | None,
+    down_global_scale: Tensor | None,
     format: str,
     impl: str = "",
 ) -> Tensor:
     """The weighted sum of each token's experts: a plain loop over all of them.
 
     Expert e is `linear(gated_activation(linear(x, gate_up[e])), down[e])`. Every token goes through
-    every expert and the weight of those it did not choose is 0, so that nothing depends on the
-    order of pairs.
+    every expert, those it did not choose weigh 0: nothing depends on the order of pairs.
 
     Args:
         x: [T, h].
@@ -130,14 +154,15 @@ def experts(
         down_bias: [E, h] likewise; it is weighted like the rest of its expert.
         weights: [T, k] fp32, from `route`.
         ids: [T, k] int32, from `route`; a token's experts are distinct.
-        order: [T * k] int32, from `route`; read by kernels only.
-        offsets: [E + 1] int32, from `route`; read by kernels only.
+        order, offsets: [T * k] and [E + 1] int32, from `route`; read by kernels only.
         activation: "silu" or "swiglu_clamped", see `reference.gated_activation`.
-        alpha: of "swiglu_clamped".
-        limit: of "swiglu_clamped".
+        alpha, limit: of "swiglu_clamped".
         gate_up_scale: scales of `gate_up` by expert, None for plain weights.
         down_scale: likewise.
-        format: "" for weights of the dtype of `x`, "mxfp4" or "fp8_block".
+        gate_up_global_scale: "nvfp4" fp32 [E, 2], of each expert's gate and of what it multiplies;
+            else None.
+        down_global_scale: likewise [E, 1].
+        format: "" for weights of the dtype of `x`, "mxfp4", "nvfp4" or "fp8_block".
         impl: chooses who computes; "" is the best one.
 
     Returns:
@@ -145,10 +170,9 @@ def experts(
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for e in range(gate_up.shape[0]):
-        up_scale = None if gate_up_scale is None else gate_up_scale[e]
-        out_scale = None if down_scale is None else down_scale[e]
-        w_in = dequantize_expert(gate_up[e], up_scale, format, x.dtype)
-        w_out = dequantize_expert(down[e], out_scale, format, x.dtype)
+        kind = e, format, x.dtype
+        w_in = dequantize_stacked(gate_up, gate_up_scale, gate_up_global_scale, *kind)
+        w_out = dequantize_stacked(down, down_scale, down_global_scale, *kind)
         y = linear(x, w_in, None if gate_up_bias is None else gate_up_bias[e])
         y = gated_activation(y, activation, alpha, limit)
         y = linear(y, w_out, None if down_bias is None else down_bias[e])
@@ -158,7 +182,7 @@ def experts(
     return total.to(x.dtype)
 
 
-def sparse_mlp(
+def sparse_mlp(  # noqa: D417 - some are described together
     x: Tensor,
     norm_weight: Tensor | None,
     eps: float,
@@ -180,6 +204,8 @@ def sparse_mlp(
     limit: float,
     gate_up_scale: Tensor | None,
     down_scale: Tensor | None,
+    gate_up_global_scale: Tensor | None,
+    down_global_scale: Tensor | None,
     format: str,
     residual: Tensor | None,
     impl: str = "",
@@ -200,14 +226,10 @@ def sparse_mlp(
         top_groups: see `route`.
         scale: see `route`.
         gate_up: of `experts`, like those up to `format`.
-        down: see `experts`.
-        gate_up_bias: see `experts`.
-        down_bias: see `experts`.
-        activation: see `experts`.
-        alpha: see `experts`.
-        limit: see `experts`.
-        gate_up_scale: see `experts`.
-        down_scale: see `experts`.
+        down, gate_up_bias, down_bias: see `experts`.
+        activation, alpha, limit: see `experts`.
+        gate_up_scale, down_scale: see `experts`.
+        gate_up_global_scale, down_global_scale: see `experts`.
         format: see `experts`.
         residual: [T, h] in the dtype of `x`, or None.
         impl: chooses who computes; "" is the best one.
@@ -215,6 +237,7 @@ def sparse_mlp(
     x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
     choice = (top_k, scoring, renormalize, num_groups, top_groups, scale)
     routes = route(linear(x, router, router_bias), score_bias, *choice)
-    kind: tuple[Any, ...] = (activation, alpha, limit, gate_up_scale, down_scale, format)
+    scales = (gate_up_scale, down_scale, gate_up_global_scale, down_global_scale)
+    kind: tuple[Any, ...] = (activation, alpha, limit, *scales, format)
     y = experts(x, gate_up, down, gate_up_bias, down_bias, *routes, *kind)
     return y if residual is None else y + residual

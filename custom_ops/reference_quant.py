@@ -13,11 +13,12 @@ and without effect.
     nvfp4            uint8 [n, k/2] e2m1    e4m3 [n, k/16]                global_scale: fp32 [n, 1]
     nvfp4_tiles      the same               the same, in tiles (`reference_fp4`)  the same
     mxfp4            uint8 [n, k/2] e2m1    uint8 [n, k/32]: 2^(byte - 127)
-    int4_group       uint8 [n, k/2], 0..15  any float [n, k/g]            zero: uint8 [n, k/g], or 8
+    int4_group       uint8 [n, k/2], 0..15  any float [n, k/g]            zero: [n, k/g], or 8
 
 Packed bytes hold column 2j in the low nibble and 2j + 1 in the high one. A value is
-`q * scale` (nvfp4: `(q * scale) * global_scale`; int4: `(q - zero) * scale`), computed in fp32 and
-rounded once to the asked dtype.
+`q * scale` (nvfp4: `(q * scale) * global_scale`; int4: `(q - zero) * scale` where zeros are codes,
+uint8, or `(q - 8) * scale + zero` where they are values, of the scales' dtype), computed in fp32
+and rounded once to the asked dtype.
 
 Activations [T, k] use the same layouts; how they are made is an activation format: "fp8_token"
 (fp8_channel), "fp8_tensor", "fp8_block" (fp8_token_block), "int8_token" (int8_channel), and
@@ -203,7 +204,8 @@ def dequantize(
     Args:
         q: stored values.
         scale: as the format says.
-        zero: int4_group only: uint8, the code that means 0; None is 8.
+        zero: int4_group only: uint8, the code that means 0, or floats, what code 8 means; None is
+            the code 8.
         global_scale: nvfp4 and its tiles only: fp32 [n, 1].
         format: one of `WEIGHT_FORMATS`.
         size: columns of the matrix.
@@ -216,8 +218,7 @@ def dequantize(
         groups = codes.unflatten(1, (scale.shape[1], -1))
         scales = _group_scales(scale, format).unsqueeze(-1)
         if format == "int4_group":
-            zeros = 8.0 if zero is None else zero.float().unsqueeze(-1)
-            values = (groups.float() - zeros) * scales
+            values = _int4_values(groups, scales, zero)
         else:
             values = _e2m1(groups) * scales
         values = values.flatten(1)[:, :size]
@@ -231,6 +232,14 @@ def dequantize(
             scales = _spread(scales, 1, size, BLOCK)
         values = q[:, :size].float() * scales
     return _dense(values.to(dtype))
+
+
+def _int4_values(codes: Tensor, scales: Tensor, zero: Tensor | None) -> Tensor:
+    """Codes [n, groups, g] with scales [n, groups, 1] fp32, and zeros [n, groups]."""
+    if zero is not None and zero.is_floating_point():
+        return (codes.float() - 8.0) * scales + zero.float().unsqueeze(-1)
+    zeros = 8.0 if zero is None else zero.float().unsqueeze(-1)
+    return (codes.float() - zeros) * scales
 
 
 def _group_scales(scale: Tensor, format: str) -> Tensor:

@@ -40,6 +40,7 @@ def _example_tensors(
         "cos": angles.cos(),
         "sin": angles.sin(),
         "eps": 1e-6,
+        "interleaved": False,
         "k_cache": torch.zeros(cache_shape, dtype=dtype, device=device),
         "v_cache": torch.zeros(cache_shape, dtype=dtype, device=device),
         "slot_mapping": slots,
@@ -49,7 +50,9 @@ def _example_tensors(
 def _examples(*names: str) -> Any:
     def make(dtype: torch.dtype, device: torch.device, seed: int) -> list[tuple[Any, ...]]:
         made = [_example_tensors(dtype, device, seed, num_tokens) for num_tokens in (1, 7, 0)]
-        made.append(_example_tensors(dtype, device, seed, 5, rotary_dim=6))
+        made += [_example_tensors(dtype, device, seed, 5, rotary_dim=6) for _ in range(2)]
+        made[-1]["interleaved"] = True
+        made.append({**made[1], "interleaved": True})
         return [tuple(tensors[name] for name in names) for tensors in made]
 
     return make
@@ -72,17 +75,17 @@ def _fake_query(q: Tensor, *_: Any) -> Tensor:
 
 
 ROPE = define_op(
-    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor, Tensor)",
     reference=reference.rope,
     fake=_fake_rope,
-    example_inputs=_examples("q", "k", "cos", "sin"),
+    example_inputs=_examples("q", "k", "cos", "sin", "interleaved"),
 )
 QK_NORM_ROPE = define_op(
     "qk_norm_rope(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, "
-    "float eps) -> (Tensor, Tensor)",
+    "float eps, bool interleaved=False) -> (Tensor, Tensor)",
     reference=reference.qk_norm_rope,
     fake=_fake_rope,
-    example_inputs=_examples("q", "k", "q_weight", "k_weight", "cos", "sin", "eps"),
+    example_inputs=_examples("q", "k", "q_weight", "k_weight", "cos", "sin", "eps", "interleaved"),
 )
 KV_WRITE = define_op(
     "kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
@@ -94,22 +97,24 @@ KV_WRITE = define_op(
 )
 ROPE_KV_WRITE = define_op(
     "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
-    "Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor",
+    "Tensor(b!) v_cache, Tensor slot_mapping, bool interleaved=False) -> Tensor",
     reference=reference.rope_kv_write,
     functional_reference=reference.rope_kv_write_functional,
     fake=_fake_query,
-    example_inputs=_examples("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slot_mapping"),
+    example_inputs=_examples(
+        "q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slot_mapping", "interleaved"
+    ),
 )
 QK_NORM_ROPE_KV_WRITE = define_op(
     "qk_norm_rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, "
     "Tensor cos, Tensor sin, float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor slot_mapping) -> Tensor",
+    "Tensor slot_mapping, bool interleaved=False) -> Tensor",
     reference=reference.qk_norm_rope_kv_write,
     functional_reference=reference.qk_norm_rope_kv_write_functional,
     fake=_fake_query,
     example_inputs=_examples(
         "q", "k", "v", "q_weight", "k_weight", "cos", "sin", "eps", "k_cache", "v_cache",
-        "slot_mapping",
+        "slot_mapping", "interleaved",
     ),
 )  # fmt: skip
 

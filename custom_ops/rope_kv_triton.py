@@ -118,13 +118,15 @@ def _gains(
 
 @triton.jit
 def _columns(
-    lane: tl.tensor, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr
+    lane: tl.tensor, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Columns of the pairs that turn, and behind these pairs of what does not turn."""
     turned: tl.constexpr = ROTARY_DIM // 2
     rest: tl.constexpr = (HEAD_DIM - ROTARY_DIM) // 2
     first, second = lane, lane + turned
-    if rest > 0:
+    if INTERLEAVED:
+        first, second = 2 * lane, 2 * lane + 1
+    elif rest > 0:
         first = tl.where(lane < turned, lane, second)
         second = tl.where(lane < turned, second, second + rest)
     return first, second
@@ -140,7 +142,8 @@ def _rope_kv_kernel(
     k_head: tl.tensor, v_page: tl.tensor, v_slot: tl.tensor, v_head: tl.tensor,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_CACHE: tl.constexpr, ROTARY_DIM: tl.constexpr, PDL: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_CACHE: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Heads of a token: norm (HAS_NORM), rotation by [T, R / 2] angles (HAS_ROPE), KV write.
 
@@ -155,7 +158,7 @@ def _rope_kv_kernel(
     token, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
     lane = tl.arange(0, BLOCK_HALF)[None, :]
     is_lane = lane < half
-    columns = _columns(lane, HEAD_DIM, ROTARY_DIM)
+    columns = _columns(lane, HEAD_DIM, ROTARY_DIM, INTERLEAVED)
     is_q = group < q_groups
     gain_first = tl.zeros((1, BLOCK_HALF), tl.float32)
     gain_second = gain_first
@@ -236,12 +239,14 @@ def default_config(num_tokens: int, num_heads: int) -> Config:
     return Config(4, 1) if num_tokens <= 256 else Config(min(16, _power_of_2(num_heads)), 4)
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """As `reference.rope`, which also serves what `unsupported_reason` names."""
     if (reason := unsupported_reason((q, k), (cos, sin))) is not None:
         note_plain_body("rope", reason)
-        return reference.rope(q, k, cos, sin)
-    return launch((q, k, k), (cos, sin))
+        return reference.rope(q, k, cos, sin, interleaved)
+    return launch((q, k, k), (cos, sin), is_interleaved=interleaved)
 
 
 def qk_norm_rope(
@@ -252,13 +257,14 @@ def qk_norm_rope(
     cos: Tensor,
     sin: Tensor,
     eps: float,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.qk_norm_rope`, which also serves what `unsupported_reason` names."""
     norm = Norm(q_weight, k_weight, eps)
     if (reason := unsupported_reason((q, k), (cos, sin), norm)) is not None:
         note_plain_body("qk_norm_rope", reason)
-        return reference.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps)
-    return launch((q, k, k), (cos, sin), norm)
+        return reference.qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, interleaved)
+    return launch((q, k, k), (cos, sin), norm, is_interleaved=interleaved)
 
 
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -280,13 +286,14 @@ def rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    interleaved: bool = False,
 ) -> Tensor:
     """As `reference.rope_kv_write`, but padding is not written at all; see `unsupported_reason`."""
     cache = Cache(k_cache, v_cache, slot_mapping)
     if (reason := unsupported_reason((q, k, v), (cos, sin), cache=cache)) is not None:
         note_plain_body("rope_kv_write", reason)
-        return reference.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
-    return launch((q, k, v), (cos, sin), cache=cache)[0]
+        return reference.rope_kv_write(q, k, v, cos, sin, *cache, interleaved)
+    return launch((q, k, v), (cos, sin), cache=cache, is_interleaved=interleaved)[0]
 
 
 def qk_norm_rope_kv_write(
@@ -301,6 +308,7 @@ def qk_norm_rope_kv_write(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    interleaved: bool = False,
 ) -> Tensor:
     """As the reference, but padding is not written at all; see `unsupported_reason`."""
     cache = Cache(k_cache, v_cache, slot_mapping)
@@ -308,9 +316,9 @@ def qk_norm_rope_kv_write(
     if (reason := unsupported_reason((q, k, v), (cos, sin), norm, cache)) is not None:
         note_plain_body("qk_norm_rope_kv_write", reason)
         return reference.qk_norm_rope_kv_write(
-            q, k, v, q_weight, k_weight, cos, sin, eps, k_cache, v_cache, slot_mapping
+            q, k, v, q_weight, k_weight, cos, sin, eps, *cache, interleaved
         )
-    return launch((q, k, v), (cos, sin), norm, cache)[0]
+    return launch((q, k, v), (cos, sin), norm, cache, is_interleaved=interleaved)[0]
 
 
 def launch(
@@ -321,6 +329,7 @@ def launch(
     *,
     config: Config | None = None,
     is_pdl: bool = True,
+    is_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Runs the kernel on arguments it supports.
 
@@ -331,6 +340,7 @@ def launch(
         cache: where k and v are written, None to return k instead.
         config: None for the default.
         is_pdl: use programmatic launch where the device has it.
+        is_interleaved: neighbours turn together.
 
     Returns:
         The prepared q, and k: prepared, or without storage of its own if `cache` took it.
@@ -363,6 +373,7 @@ def launch(
         HAS_ROPE=angles is not None,
         HAS_CACHE=cache is not None,
         ROTARY_DIM=2 * cos.shape[1] if angles else q.shape[2],
+        INTERLEAVED=is_interleaved,
         PDL=is_pdl,
         num_warps=config.num_warps,
         launch_pdl=is_pdl,

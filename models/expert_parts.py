@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from compiled_engine.custom_ops.moe_choice import FP4_COLUMNS
 from compiled_engine.custom_ops.quant_pack import MXFP4_GROUP, PackedWeight
+from compiled_engine.custom_ops.reference_fp4 import NVFP4_GROUP
 from compiled_engine.custom_ops.reference_quant import BLOCK
 from compiled_engine.errors import ConfigError
 from compiled_engine.models.moe import Experts, SparseCausalLM
@@ -20,11 +22,23 @@ from compiled_engine.models.quant_plan import LinearScheme, QuantPlan
 from compiled_engine.models.quant_weights import QuantPart
 
 # Layout of a checkpoint -> format here.
-_PUBLISHED = {"fp8_block_inv": "fp8_block", "fp8_block": "fp8_block", "mxfp4_packed": "mxfp4"}
+_PUBLISHED = {
+    "fp8_block_inv": "fp8_block",
+    "fp8_block": "fp8_block",
+    "mxfp4_packed": "mxfp4",
+    "nvfp4": "nvfp4",
+    "nvfp4_packed": "nvfp4",
+}
 # Format that `--quantization` gives linear layers -> that of experts.
-_ONLINE = {"fp8_channel": "fp8_block", "fp8_block": "fp8_block", "mxfp4": "mxfp4"}
+_ONLINE = {
+    "fp8_channel": "fp8_block",
+    "fp8_block": "fp8_block",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+}
 # Columns of a matrix are a multiple of this, and rows of gate and up, which begin with a scale.
-_MULTIPLES = {"fp8_block": (16, BLOCK), "mxfp4": (MXFP4_GROUP, 1)}
+_MULTIPLES = {"fp8_block": (16, BLOCK), "mxfp4": (FP4_COLUMNS, 1), "nvfp4": (FP4_COLUMNS, 1)}
+_GROUPS = {"mxfp4": MXFP4_GROUP, "nvfp4": NVFP4_GROUP}
 
 
 class ExpertMatrix:
@@ -36,7 +50,6 @@ class ExpertMatrix:
         expert: which.
     """
 
-    group_size = 0
     zero = None
     input_scale = None
     input_order = None
@@ -45,8 +58,7 @@ class ExpertMatrix:
         self.format = experts.format
         self.scheme = LinearScheme(format=experts.format, layout=experts.layout)
         self.out_features, self.in_features = experts.sizes[name]
-        if experts.format == "mxfp4":
-            self.group_size = MXFP4_GROUP
+        self.group_size = _GROUPS.get(experts.format, 0)
         self._experts, self._name, self._expert = experts, name, expert
 
     @property
@@ -60,6 +72,12 @@ class ExpertMatrix:
         self.weight[start : start + num_rows].copy_(packed.weight)
         scale = getattr(self._experts, f"{self._name}_scale")[self._expert]
         scale[scale_rows(self.format, start, packed)].copy_(packed.scale)
+        overall = getattr(self._experts, f"{self._name}_global_scale")
+        if overall is not None and packed.global_scale is not None:
+            rows = self.out_features // overall.shape[1]  # of each matrix, with a scale of its own
+            overall[self._expert, start // rows : (start + num_rows) // rows].copy_(
+                packed.global_scale[::rows, 0]
+            )
 
 
 def quantize_experts(model: nn.Module, plan: QuantPlan) -> None:
@@ -98,10 +116,10 @@ def _check(model: SparseCausalLM, plan: QuantPlan, scheme: LinearScheme) -> None
             param=field,
         )
     if not _format(scheme):
-        known = "fp8, fp8_block and mxfp4" if is_online else "fp8 in 128 x 128 blocks and mxfp4"
+        known = "fp8, fp8_block" if is_online else "fp8 in 128 x 128 blocks"
         raise ConfigError(
             f"{field}: {plan.method} quantises experts in {scheme.format}; supported for them are "
-            f"{known}",
+            f"{known}, mxfp4 and nvfp4",
             param=field,
         )
 

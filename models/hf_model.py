@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ from compiled_engine.models.layers import CausalLM, DecoderLayer
 NUM_PROBED = 17
 # Tensors that are made for the layers in front of them, each [T, ...].
 Carried = tuple[Tensor, ...]
+# How two halves of a tensor are equal: its halves, or its neighbours.
+Doubled = Literal["", "half", "pairs"]
 
 
 def new_model(config: HfModelConfig, *, dtype: torch.dtype) -> Any:
@@ -82,8 +84,9 @@ class HfLayer(nn.Module):
         block: transformers' layer.
         call: how it is called.
         kinds: of the prepared tensors.
-        doubled: which prepared tensors are carried as their first half, in fp32, because the second
-            half is the same; such are the cosines and sines of rotary embeddings.
+        doubled: how prepared tensors are carried as half of them, in fp32, because the other one
+            is the same: the first "half", or the first of each of its "pairs"; "" as they are.
+            Such are the cosines and sines of rotary embeddings.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class HfLayer(nn.Module):
         block: nn.Module,
         call: LayerCall,
         kinds: tuple[PreparedKind, ...],
-        doubled: tuple[bool, ...],
+        doubled: tuple[Doubled, ...],
     ) -> None:
         super().__init__()
         self.block = block
@@ -115,17 +118,19 @@ class HfLayer(nn.Module):
     def run(self, residual: Tensor, rotary: Carried, view: LayerView) -> Tensor:
         """The stream behind the layer, with `view` for its attention."""
         prepared = [
-            self._restored(tensor, kind, is_doubled)
-            for tensor, kind, is_doubled in zip(rotary, self.kinds, self.doubled, strict=True)
+            self._restored(tensor, kind, how)
+            for tensor, kind, how in zip(rotary, self.kinds, self.doubled, strict=True)
         ]
         args, kwargs = self.call.filled(prepared, view)
         out = self.block(residual.unsqueeze(0), *args, **kwargs)
         return (out[0] if self.call.num_returned else out).squeeze(0)
 
     @staticmethod
-    def _restored(tensor: Tensor, kind: PreparedKind, is_doubled: bool) -> Tensor:
-        if is_doubled:
+    def _restored(tensor: Tensor, kind: PreparedKind, how: Doubled) -> Tensor:
+        if how == "half":
             tensor = torch.cat((tensor, tensor), -1).to(kind.dtype)
+        elif how == "pairs":
+            tensor = tensor.repeat_interleave(2, -1).to(kind.dtype)
         for _ in range(kind.num_dims):
             tensor = tensor.unsqueeze(0)
         return tensor
@@ -191,13 +196,11 @@ class HfCausalLM(CausalLM):
         """Token ids and positions [T] to the first layer's residual, and what layers need."""
         residual, prepared = self._prepare(token_ids, positions)
         carried = []
-        for tensor, kind, is_doubled in zip(
-            prepared, self.plan.prepared, self._doubled, strict=True
-        ):
+        for tensor, kind, how in zip(prepared, self.plan.prepared, self._doubled, strict=True):
             for _ in range(kind.num_dims):
                 tensor = tensor.squeeze(0)
-            if is_doubled:
-                tensor = tensor.chunk(2, dim=-1)[0].float()
+            if how:
+                tensor = _halves(tensor, how)[0].float()
             carried.append(tensor)
         return residual.squeeze(0), tuple(carried)
 
@@ -264,17 +267,17 @@ class HfCausalLM(CausalLM):
                     ValueError("rows depend on their order"),
                 )
 
-    def _find_doubled(self) -> tuple[bool, ...]:
-        """Which prepared tensors have two equal halves, seen at the first positions."""
+    def _find_doubled(self) -> tuple[Doubled, ...]:
+        """How halves of prepared tensors are equal, seen at the first positions."""
         device = next(self.shell.parameters()).device
         if device.type == "meta":
-            return (False,) * len(self.plan.prepared)
+            return tuple("" for _ in self.plan.prepared)
         positions = torch.arange(NUM_PROBED, device=device)
         positions = positions % self.config.max_position_embeddings
         with torch.no_grad():
             _, prepared = self._prepare(positions % self.config.vocab_size, positions)
         return tuple(
-            _is_doubled(tensor, kind.num_dims)
+            _how_doubled(tensor, kind.num_dims)
             for tensor, kind in zip(prepared, self.plan.prepared, strict=True)
         )
 
@@ -295,8 +298,16 @@ def _is_mostly_equal(one: Tensor, other: Tensor) -> bool:
     return int(close.sum()) * 2 > one.shape[0]
 
 
-def _is_doubled(tensor: Tensor, dims: int) -> bool:
+def _how_doubled(tensor: Tensor, dims: int) -> Doubled:
     if not tensor.is_floating_point() or tensor.dim() != dims + 2 or tensor.shape[-1] % 2:
-        return False
+        return ""
+    ways: tuple[Doubled, ...] = ("half", "pairs")
+    return next((how for how in ways if bool(torch.equal(*_halves(tensor, how)))), "")
+
+
+def _halves(tensor: Tensor, how: Doubled) -> tuple[Tensor, Tensor]:
+    """Both halves of the last dim."""
+    if how == "pairs":
+        return tensor[..., ::2], tensor[..., 1::2]
     first, second = tensor.chunk(2, dim=-1)
-    return bool((first == second).all())
+    return first, second

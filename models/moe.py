@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 from compiled_engine.custom_ops import Activation, ExpertWeights, Routes, experts, route
 from compiled_engine.custom_ops.quant_pack import MXFP4_GROUP
+from compiled_engine.custom_ops.reference_fp4 import NVFP4_GROUP
 from compiled_engine.custom_ops.reference_quant import BLOCK
 from compiled_engine.models.config import ModelConfig
 from compiled_engine.models.layers import CausalLM, GatedMLP
 from compiled_engine.models.moe_config import MoEConfig
 
-_SCALES = ("gate_up_proj_scale", "down_proj_scale")
+# Matrices that lie one below the other in each stacked parameter.
+_PARTS = {"gate_up_proj": 2, "down_proj": 1}
+_ENDINGS = ("", "_scale", "_global_scale")
 
 
 class Router(nn.Linear):
@@ -39,7 +42,7 @@ class Experts(nn.Module):
     """The matrices of all experts of a layer, stacked; see `custom_ops.reference_moe.experts`.
 
     Attributes:
-        format: of the matrices: "", "mxfp4" or "fp8_block".
+        format: of the matrices: "", "mxfp4", "nvfp4" or "fp8_block".
         layout: how the checkpoint spells each matrix that has that format here, a key of
             `quant_layouts.LAYOUTS`; "" where its tensors are read as they are.
     """
@@ -50,6 +53,8 @@ class Experts(nn.Module):
     down_proj_bias: Tensor | None
     gate_up_proj_scale: Tensor | None
     down_proj_scale: Tensor | None
+    gate_up_proj_global_scale: Tensor | None
+    down_proj_global_scale: Tensor | None
 
     def __init__(self, hidden_size: int, moe: MoEConfig) -> None:
         super().__init__()
@@ -67,8 +72,12 @@ class Experts(nn.Module):
         """Takes room for matrices in a format, in place of what there was."""
         self.format, self.layout = format, layout
         for name, (num_rows, num_columns) in self.sizes.items():
-            rows, scale = (self.num_experts, num_rows), None
-            if format == "mxfp4":
+            rows, scale, global_scale = (self.num_experts, num_rows), None, None
+            if format == "nvfp4":
+                weight = _frozen(*rows, num_columns // 2, dtype=torch.uint8)
+                scale = _frozen(*rows, num_columns // NVFP4_GROUP, dtype=torch.float8_e4m3fn)
+                global_scale = _frozen(self.num_experts, _PARTS[name], dtype=torch.float32)
+            elif format == "mxfp4":
                 weight = _frozen(*rows, num_columns // 2, dtype=torch.uint8)
                 scale = _frozen(*rows, num_columns // MXFP4_GROUP, dtype=torch.uint8)
             elif format == "fp8_block":
@@ -79,11 +88,12 @@ class Experts(nn.Module):
                 weight = nn.Parameter(torch.empty(*rows, num_columns))
             self.register_parameter(name, weight)
             self.register_parameter(f"{name}_scale", scale)
+            self.register_parameter(f"{name}_global_scale", global_scale)
 
     @property
     def fixed_dtypes(self) -> tuple[str, ...]:
         """Names of the parameters whose dtype does not follow the model's."""
-        return ("gate_up_proj", "down_proj", *_SCALES) if self.format else ()
+        return tuple(f"{n}{end}" for n in self.sizes for end in _ENDINGS) if self.format else ()
 
     def weights(self) -> ExpertWeights:
         """What the op takes."""
@@ -94,6 +104,8 @@ class Experts(nn.Module):
             self.down_proj_bias,
             self.gate_up_proj_scale,
             self.down_proj_scale,
+            self.gate_up_proj_global_scale,
+            self.down_proj_global_scale,
             self.format,
         )
 

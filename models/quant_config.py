@@ -77,7 +77,7 @@ def _has_cache_scales(section: Section) -> bool:
 
 
 def _torchao(section: Section, folder: Path) -> QuantPlan:
-    return read_torchao(section)
+    return read_torchao(section, _scale_dtype(folder, "._weight_scale"))
 
 
 def _fp8(section: Section, folder: Path) -> QuantPlan:

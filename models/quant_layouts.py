@@ -156,6 +156,29 @@ def _torchao_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
     return _scaled_packed(sizes, renamed)
 
 
+def _torchao_int4_expected(sizes: Sizes) -> dict[str, Expected]:
+    n, k, groups = sizes.rows, sizes.columns, sizes.groups
+    return {
+        "_weight_qdata": Expected(((n, k // 2),), (torch.int8, torch.uint8)),
+        "_weight_scale": Expected(((groups, n),), FLOATS),
+        "_weight_zero_point": Expected(((groups, n),), FLOATS),
+    }
+
+
+def _torchao_int4_packed(sizes: Sizes, tensors: Tensors) -> PackedWeight:
+    """Signed nibbles, low first, and what 0 of them means."""
+    q, scale, zero = (tensors[f"_weight_{name}"] for name in ("qdata", "scale", "zero_point"))
+    if zero.dtype != scale.dtype:
+        raise ConfigError(
+            f"its zero points are {zero.dtype} and its scales {scale.dtype}; they must be alike",
+            param="quantization_config",
+        )
+    num_groups = sizes.stored // sizes.group
+    codes = _widened(q.view(torch.uint8) ^ 0x88, sizes.stored // 2)
+    scale, zero = _widened(scale.T, num_groups), _widened(zero.T, num_groups)
+    return PackedWeight(codes, scale, zero)
+
+
 def _blocks_expected(name: str) -> Callable[[Sizes], dict[str, Expected]]:
     def expected(sizes: Sizes) -> dict[str, Expected]:
         return {
@@ -368,5 +391,6 @@ LAYOUTS: dict[str, Layout] = {
     "gptq_v2": Layout(_gptq_expected, _gptq_packed(0)),
     "torchao_int8": Layout(_torchao_expected(torch.int8), _torchao_packed),
     "torchao_fp8": Layout(_torchao_expected(E4M3), _torchao_packed),
+    "torchao_int4": Layout(_torchao_int4_expected, _torchao_int4_packed),
     "awq": Layout(_awq_expected, _awq_packed),
 }

@@ -72,7 +72,8 @@ class QuantLinear(nn.Module):
         num_groups = columns // group if group else 1
         shape = _scale_shape(scheme, num_rows, in_features, num_groups)
         self.scale = _frozen(*shape, dtype=_scale_dtype(scheme))
-        self.zero = _frozen(num_rows, num_groups, dtype=torch.uint8) if scheme.has_zero else None
+        zeros = _scale_dtype(scheme) if scheme.has_offset else torch.uint8
+        self.zero = _frozen(num_rows, num_groups, dtype=zeros) if scheme.has_zero else None
         self.global_scale = _frozen(num_rows, 1) if scheme.format in _TWO_SCALES else None
         self.input_scale = _frozen(1) if scheme.activation_format in _STATIC else None
         has_order = scheme.has_order

@@ -43,7 +43,8 @@ class LinearScheme:
         layout: how the checkpoint spells the weight, a key of `quant_layouts.LAYOUTS`; "plain" is
             an unquantised weight that is quantised while it is loaded.
         group_size: int4_group: columns that share a scale; 0 is all.
-        has_zero: int4_group: codes that mean 0 are stored.
+        has_zero: int4_group: codes that mean 0 are stored, or values.
+        has_offset: the former are values that code 8 means, in the scales' dtype.
         scale_dtype: int4_group: dtype of the scales.
         has_order: int4_group: which columns share a group is stored; ours are sorted by it.
     """
@@ -53,6 +54,7 @@ class LinearScheme:
     layout: str = "plain"
     group_size: int = 0
     has_zero: bool = False
+    has_offset: bool = False
     scale_dtype: str = "bfloat16"
     has_order: bool = False
 

@@ -1,8 +1,9 @@
 """Reads the torchao configs that transformers writes, without torchao.
 
 `quant_type` is a torchao config as JSON: `_type` names its class, `_data` holds its fields. Taken
-are the ones whose tensors are plain 8-bit values with a scale a row or a matrix; the packings of
-torchao's 4-bit formats depend on the device they were made for and are refused by name.
+are the ones whose tensors are plain: 8-bit values with a scale a row or a matrix, and two 4-bit
+integers a byte with a scale and a zero for some columns. Other packings of 4 bits are made for the
+kernels of one device and are refused by name.
 """
 
 from __future__ import annotations
@@ -23,8 +24,16 @@ _TYPES: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-def read_torchao(section: Section) -> QuantPlan:
+_INT4 = "Int4WeightOnlyConfig"
+_GROUPS = (32, 64, 128, 256)
+
+
+def read_torchao(section: Section, scale_dtype: str) -> QuantPlan:
     """The plan of a `quantization_config` whose method is torchao.
+
+    Args:
+        section: the config.
+        scale_dtype: of the scales in the checkpoint.
 
     Raises:
         ConfigError: a config, or a field of one, that is not supported; names it.
@@ -35,11 +44,40 @@ def read_torchao(section: Section) -> QuantPlan:
         section.refuse("quant_type", "must hold one config for all layers, called default")
     config = kinds.section("default")
     assert config is not None
-    kind = config.one_of("_type", *_TYPES)
+    kind = config.one_of("_type", *_TYPES, _INT4)
     config.one_of("_version", 2)
     data = config.section("_data")
     if data is None:
         config.refuse("_data", "is missing")
+    scheme = _int4(data, scale_dtype) if kind == _INT4 else _eight_bits(data, kind)
+    ignored = (*section.names("modules_to_not_convert"), HEAD)
+    return QuantPlan(method="torchao", rules=((("Linear",), scheme),), ignored=ignored)
+
+
+def _int4(data: Section, scale_dtype: str) -> LinearScheme:
+    data.only(
+        "group_size set_inductor_config int4_packing_format int4_choose_qparams_algorithm "
+        "int4_tile_packed_ntile"
+    )
+    packing = _name_of(data, "int4_packing_format") or "PLAIN"
+    if packing.upper() != "PLAIN":
+        data.refuse(
+            "int4_packing_format",
+            f"is {packing!r}, a layout for the kernels of one device; supported is 'PLAIN': save "
+            "the model with that, or serve the unquantised model with --quantization int4",
+        )
+    group = data.one_of("group_size", *_GROUPS)
+    return LinearScheme(
+        format="int4_group",
+        layout="torchao_int4",
+        group_size=group,
+        has_zero=True,
+        has_offset=True,
+        scale_dtype=scale_dtype,
+    )
+
+
+def _eight_bits(data: Section, kind: str) -> LinearScheme:
     data.only(
         "granularity set_inductor_config act_mapping_type weight_dtype activation_dtype mm_config "
         "kernel_preference packing_format alg_id"
@@ -53,19 +91,21 @@ def read_torchao(section: Section) -> QuantPlan:
     if granularity not in formats:
         data.refuse("granularity", f"is {granularity}; supported are {', '.join(formats)}")
     format = formats[granularity]
-    scheme = LinearScheme(
+    return LinearScheme(
         format=format,
         activation_format=activations,
         layout="torchao_int8" if format == "int8_channel" else "torchao_fp8",
     )
-    ignored = (*section.names("modules_to_not_convert"), HEAD)
-    return QuantPlan(method="torchao", rules=((("Linear",), scheme),), ignored=ignored)
+
+
+def _name_of(section: Section, field: str) -> str | None:
+    """Of an enumerated value, whose name stands in `_data`, or which is its name."""
+    value = section.values.get(field)
+    return value.get("_data") if isinstance(value, dict) else value
 
 
 def _named(section: Section, field: str, *allowed: str | None) -> None:
-    """An enumerated value: its name stands in `_data`."""
-    value = section.values.get(field)
-    name = value.get("_data") if isinstance(value, dict) else value
+    name = _name_of(section, field)
     if name not in allowed:
         section.refuse(field, f"is {name!r}; supported is {allowed[-1]!r}")
 

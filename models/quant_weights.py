@@ -201,7 +201,8 @@ def fill_random(module: QuantRows, normal: Callable[[Tensor], Tensor], dtype: to
     values = normal(torch.empty(shape, dtype=dtype, device=module.weight.device))
     packed = quantize_weight(values, row_format(module.format), module.group_size)
     if module.zero is not None:
-        packed = packed._replace(zero=torch.full_like(module.zero, 8))
+        middle = 0 if module.zero.is_floating_point() else 8
+        packed = packed._replace(zero=torch.full_like(module.zero, middle))
     module.fill(packed, 0, module.out_features)
     if module.input_scale is not None:
         module.input_scale.fill_(1.0 / 16)

@@ -182,6 +182,12 @@ def _slice_arguments(node: Node) -> tuple[Any, ...] | None:
     return None if dim is None else (dim, *args_of(node)[2:])
 
 
+def _expand_arguments(node: Node) -> tuple[Any, ...] | None:
+    sizes = args_of(node)[1]
+    is_same_rank = args_of(node)[0].meta["val"].dim() == len(sizes)
+    return (list(sizes[1:]),) if is_same_rank else None
+
+
 def _split_arguments(node: Node) -> tuple[Any, ...] | None:
     dim = args_of(node)[2] if len(args_of(node)) > 2 else 0
     rank = node.meta["val"][0].dim()
@@ -217,6 +223,7 @@ def _same_arguments(node: Node) -> tuple[Any, ...]:
 
 _BY_DIM: dict[Any, Callable[[Node], tuple[Any, ...] | None]] = {
     torch.ops.aten.slice.Tensor: _slice_arguments,
+    torch.ops.aten.expand.default: _expand_arguments,
     torch.ops.aten.split.Tensor: _split_arguments,
     torch.ops.aten.split_with_sizes.default: _split_arguments,
     torch.ops.aten.permute.default: _permute_arguments,

@@ -55,7 +55,8 @@ def _fuse(graph: Graph, source_op: Any, fused_op: Any, names: tuple[str, ...]) -
         is_only_written = is_only_written and write.kwargs["v"] is not keys
         if not is_only_written or _reads_before(graph, outputs.get(0, []), write):
             continue
-        kwargs = {**write.kwargs, **dict(zip(names, source.args, strict=True))}
+        given = dict(zip((*names, "interleaved"), source.args, strict=False))
+        kwargs = {**write.kwargs, "interleaved": False, **given}
         with graph.inserting_before(write):
             fused = graph.call_function(auto_functionalized_v2, (fused_op,), kwargs)
             query = graph.call_function(operator.getitem, (fused, 0))

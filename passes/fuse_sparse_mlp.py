@@ -43,7 +43,7 @@ def apply(graph: Graph) -> int:
 def _replace(graph: Graph, experts: Node) -> bool:
     x, gate_up, down, gate_up_bias, down_bias, *rest = experts.args
     routes, kind = rest[:4], rest[4:]
-    if experts.kwargs or len(kind) != 6 or not isinstance(x, Node):
+    if experts.kwargs or len(kind) != 8 or not isinstance(x, Node):
         return False
     route = _route_of(routes, experts)
     if route is None:

@@ -6,12 +6,14 @@
              kv_write(k2, ...);  paged_attention(q2, ...)
     after:   q2, k2 = ce.rope(q, k, cos, sin)
 
-and, where q and k are RMS norms over a head, `ce.qk_norm_rope`. Where a part of a head turns, the
+and, where q and k are RMS norms over a head, `ce.qk_norm_rope`. Where neighbours turn together,
+`q * c + flatten(stack(-q[..., 1::2], q[..., ::2])) * s` with each angle twice in a row, the op is
+told so (interleaved). Where a part of a head turns, the
 first R values, `q` is that slice, and the rest is put behind `q2` again: the op is given all of the
 head and angles [T, R / 2]. Which of two is the key is known by
 what becomes of it: it is written.
-Conditions: both halves of the cosines and sines are the same tensor, as `models/hf_model.py` makes
-them; q and k have one dtype; their norms one eps and weights of it.
+Conditions: both halves (or all neighbours) of the cosines and sines are the same tensor, as
+`models/hf_model.py` makes them; q and k have one dtype; their norms one eps and weights of it.
 Numerics: the op works in fp32 with angles in fp32, the spelling in the model's dtype with angles
 rounded to it; equal in fp32.
 Source: `rotate_half` of transformers' modelling code.
@@ -39,16 +41,21 @@ from compiled_engine.passes.pattern import (
 from compiled_engine.passes.remove_no_ops import fold_views
 
 NAME = "lift_rope"
+_CONVERT = torch.ops.prims.convert_element_type.default
 
 
 class _Rotated(NamedTuple):
-    """Heads that are rotated: `output` from `heads`; the axis of the tokens; the angles."""
+    """Heads that are rotated: `output` from `heads`; the axis of the tokens; the angles.
+
+    `interleaved`: neighbours are.
+    """
 
     output: Node
     heads: Node
     token_axis: int
     cos: Node
     sin: Node
+    interleaved: bool
 
 
 def apply(graph: Graph) -> int:
@@ -67,7 +74,9 @@ def apply(graph: Graph) -> int:
     matches = 0
     for key in [r for r in found if r.output in keys]:
         for query in [r for r in found if r.output in queries]:
-            if query.cos is key.cos and query.sin is key.sin and _lift(graph, query, key):
+            is_alike = query.cos is key.cos and query.sin is key.sin
+            is_alike = is_alike and query.interleaved == key.interleaved
+            if is_alike and _lift(graph, query, key):
                 queries.discard(query.output)
                 matches += 1
                 break
@@ -102,24 +111,53 @@ def _rotated(node: Node) -> _Rotated | None:
     half_turned, sin = args_of(turned)
     if not all(isinstance(n, Node) for n in (heads, cos, half_turned, sin)):
         return None
-    if not _is_half_turn(half_turned, heads):
+    interleaved = _turns_neighbours(half_turned, heads)
+    if interleaved is None:
         return None
     value = value_of(heads)
-    angles = [_angles(n, value) for n in (cos, sin)]
+    angles = [_angles(n, value, interleaved=interleaved) for n in (cos, sin)]
     if angles[0] is None or angles[1] is None or angles[0][1] != angles[1][1]:
         return None
+    heads = _before_widening(heads, node)
     output = node
-    if value_of(node).dtype != value.dtype:
-        # Angles in fp32 make a product in fp32, which is rounded then.
+    if value_of(node).dtype != value_of(heads).dtype:
+        # Angles or heads in fp32 make a product in fp32, which is rounded then.
         users = list(node.users)
-        convert = torch.ops.prims.convert_element_type.default
-        if len(users) != 1 or not is_call(users[0], convert):
+        if len(users) != 1 or not is_call(users[0], _CONVERT):
             return None
         output = users[0]
-        if value_of(output).dtype != value.dtype:
+        if value_of(output).dtype != value_of(heads).dtype:
             return None
     output, heads = _with_rest(output, heads)
-    return _Rotated(output, heads, angles[0][1], angles[0][0], angles[1][0])
+    return _Rotated(output, heads, angles[0][1], angles[0][0], angles[1][0], interleaved)
+
+
+def _turns_neighbours(node: Node, heads: Node) -> bool | None:
+    """Whether `node` has neighbours of `heads` turned, not halves; None if it has neither.
+
+    Both may be casts to fp32 of such.
+    """
+    if (
+        is_call(node, _CONVERT)
+        and is_call(heads, _CONVERT)
+        and args_of(node)[1:] == args_of(heads)[1:]
+    ):
+        node, heads = args_of(node)[0], args_of(heads)[0]
+    if _is_turn_of_neighbours(node, heads):
+        return True
+    return False if _is_half_turn(node, heads) else None
+
+
+def _before_widening(heads: Node, product: Node) -> Node:
+    """What heads in fp32 were made from, if the product is rounded to its dtype again."""
+    if not is_call(heads, _CONVERT) or value_of(heads).dtype != torch.float32:
+        return heads
+    source, users = args_of(heads)[0], list(product.users)
+    is_narrow = value_of(source).dtype in (torch.bfloat16, torch.float16)
+    is_rounded = len(users) == 1 and is_call(users[0], _CONVERT)
+    if not is_narrow or not is_rounded or value_of(users[0]).dtype != value_of(source).dtype:
+        return heads
+    return source
 
 
 def _with_rest(output: Node, heads: Node) -> tuple[Node, Node]:
@@ -155,20 +193,53 @@ def _is_half_turn(node: Node, heads: Node) -> bool:
     return _is_slice(second, heads, size // 2, size) and _is_slice(first, heads, 0, size // 2)
 
 
+def _is_turn_of_neighbours(node: Node, heads: Node) -> bool:
+    """`node` is `flatten(stack(-values of odd places, values of even places))` of the last dim."""
+    aten = torch.ops.aten
+    value = value_of(heads)
+    if not is_call(node, aten.reshape.default) or value_of(node).dim() != value.dim():
+        return False
+    if not all(map(is_same_size, value_of(node).shape, value.shape)):
+        return False
+    joined = args_of(node)[0]
+    if not is_call(joined, aten.cat.default) or value_of(joined).dim() != value.dim() + 1:
+        return False
+    parts, *dim = args_of(joined)
+    if dim not in ([-1], [value.dim()]) or len(parts) != 2:
+        return False
+    if not all(is_call(p, aten.unsqueeze.default) for p in parts):
+        return False
+    # Pairs of one value each: so the new dim is the last one.
+    is_last = all(args_of(p)[1] in (-1, value.dim()) for p in parts)
+    odd, even = (args_of(p)[0] for p in parts)
+    if not is_last or not is_call(odd, aten.neg.default):
+        return False
+    return _is_every_second(args_of(odd)[0], heads, 1) and _is_every_second(even, heads, 0)
+
+
+def _is_every_second(node: Any, source: Node, start: int) -> bool:
+    """`source[..., start::2]`."""
+    if not is_call(node, torch.ops.aten.slice.Tensor) or len(args_of(node)) != 5:
+        return False
+    base, dim, first, stop, step = args_of(node)
+    value = value_of(source)
+    is_place = base is source and dim % value.dim() == value.dim() - 1
+    size = value.shape[-1]
+    if not is_place or not isinstance(size, int) or size % 2:
+        return False
+    return (first or 0) == start and step == 2 and (stop is None or stop >= size)
+
+
 def _is_slice(node: Any, source: Node, start: int, stop: int) -> bool:
     last = value_of(source).dim() - 1
     return sliced(node) == (source, last, start, stop)
 
 
-def _angles(node: Node, heads: torch.Tensor) -> tuple[Node, int] | None:
+def _angles(node: Node, heads: torch.Tensor, *, interleaved: bool) -> tuple[Node, int] | None:
     """The half [T, D / 2] fp32 that is doubled and spread over heads; the axis of the tokens."""
-    aten = torch.ops.aten
-    convert = torch.ops.prims.convert_element_type.default
     shape = value_of(node).shape
-    inner: Any = node
-    while is_call(inner, aten.unsqueeze.default) or is_call(inner, convert):
-        inner = args_of(inner)[0]
-    half = _doubled(inner)
+    inner = _behind_casts(node)
+    half = _repeated(inner) if interleaved else _doubled(inner)
     if half is None or value_of(half).dtype != torch.float32 or value_of(half).dim() != 2:
         return None
     num_tokens, size = value_of(half).shape
@@ -181,6 +252,43 @@ def _angles(node: Node, heads: torch.Tensor) -> tuple[Node, int] | None:
         if all(map(is_same_size, padded, expected)) and is_same_size(heads.shape[axis], num_tokens):
             return half, axis
     return None
+
+
+def _behind_casts(node: Any) -> Any:
+    """What a chain of casts and new dims of size 1 shows."""
+    while is_call(node, torch.ops.aten.unsqueeze.default) or is_call(node, _CONVERT):
+        node = args_of(node)[0]
+    return node
+
+
+def _repeated(node: Any) -> Node | None:
+    """`x` of `repeat_interleave(x, 2)` over the last dim, which may be half of a doubled table."""
+    aten = torch.ops.aten
+    if not is_call(node, aten.reshape.default):
+        return None
+    shape = value_of(node).shape
+    node = args_of(node)[0]
+    while is_call(node, aten.clone.default):
+        node = args_of(node)[0]
+    if not is_call(node, aten.expand.default):
+        return None
+    spread, added = value_of(node).shape, args_of(node)[0]
+    if not is_call(added, aten.unsqueeze.default) or value_of(added).dim() != len(spread):
+        return None
+    source = args_of(added)[0]
+    is_last = args_of(added)[1] in (-1, len(spread) - 1) and spread[-1] == 2
+    is_whole = is_same_size(shape[-1], 2 * spread[-2]) and len(shape) == len(spread) - 1
+    if not is_last or not is_whole or value_of(source).dim() != len(shape):
+        return None
+    source = _behind_casts(source)
+    if (cut := sliced(source)) is None:
+        return source if isinstance(source, Node) else None
+    table, axis, start, stop = cut
+    doubled = _doubled(_behind_casts(table))
+    is_half = axis == value_of(table).dim() - 1 and start == 0
+    if doubled is None or not is_half or not is_same_size(stop, value_of(doubled).shape[-1]):
+        return None
+    return doubled
 
 
 def _doubled(node: Any) -> Node | None:
@@ -232,6 +340,8 @@ def _lift(graph: Graph, query: _Rotated, key: _Rotated) -> bool:
                 args_of(q_norm)[0], args_of(k_norm)[0], args_of(q_norm)[1], args_of(k_norm)[1],
                 query.cos, query.sin, args_of(q_norm)[2],
             )  # fmt: skip
+        if query.interleaved:
+            arguments = (*arguments, True)
         rope = graph.call_function(op, arguments)
         rope.meta["val"] = tuple(value_of(n).new_empty(value_of(n).shape) for n in (q, k))
         for index, rotated in enumerate((query, key)):

@@ -15,6 +15,7 @@ MAX_POSITIONAL = 7
 OP_SCHEMA = "the op's own schema, called by position"
 MORE_PARAMETERS = {
     "custom_ops/reference.py:rope_kv_write_functional": OP_SCHEMA,
+    "custom_ops/reference.py:qk_norm_rope": OP_SCHEMA,
     "custom_ops/reference.py:rope_kv_write": OP_SCHEMA,
     "custom_ops/reference.py:qk_norm_rope_kv_write_functional": OP_SCHEMA,
     "custom_ops/reference.py:qk_norm_rope_kv_write": OP_SCHEMA,
@@ -32,6 +33,7 @@ MORE_PARAMETERS = {
     "custom_ops/quant_kernels.py:scaled_linear_cuda": OP_SCHEMA,
     "custom_ops/gemm.py:fused_linear_cuda": OP_SCHEMA,
     "custom_ops/attention.py:paged_attention_cpu": OP_SCHEMA,
+    "custom_ops/rope_kv_triton.py:qk_norm_rope": OP_SCHEMA,
     "custom_ops/rope_kv_triton.py:rope_kv_write": OP_SCHEMA,
     "custom_ops/rope_kv_triton.py:qk_norm_rope_kv_write": OP_SCHEMA,
     "custom_ops/sampling.py:sample_tokens_reference": OP_SCHEMA,

@@ -37,7 +37,8 @@ def test_plain_bodies_on_a_gpu_are_told_once_with_the_reason(caplog):
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("num_tokens", [1, 33, 700])
-def test_fused_kv_write_on_views_of_one_tensor(num_tokens, dim, cache_dtype):
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_fused_kv_write_on_views_of_one_tensor(num_tokens, dim, cache_dtype, interleaved):
     torch.set_default_device("cuda")
     try:
         qkv = torch.randn(num_tokens, 16 + 2 * 4, dim, dtype=torch.bfloat16)
@@ -48,8 +49,9 @@ def test_fused_kv_write_on_views_of_one_tensor(num_tokens, dim, cache_dtype):
         slots[num_tokens // 2] = -1
         caches = torch.zeros(4, 60, 16, 4, dim).to(cache_dtype)
         args = (q, k, v, *gains, angles.cos(), angles.sin(), 1e-6)
-        got = torch.ops.ce.qk_norm_rope_kv_write.default(*args, caches[0], caches[1], slots)
-        expected = reference.qk_norm_rope_kv_write(*args, caches[2], caches[3], slots)
+        tails = ((*pair, slots, interleaved) for pair in (caches[:2], caches[2:]))
+        got = torch.ops.ce.qk_norm_rope_kv_write.default(*args, *next(tails))
+        expected = reference.qk_norm_rope_kv_write(*args, *next(tails))
     finally:
         torch.set_default_device(None)  # "cpu" would leave a mode behind
     assert got.is_contiguous()

@@ -111,7 +111,7 @@ ACTIVATIONS = {"silu": Activation(), "clamped": Activation("swiglu_clamped", 1.7
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("format", ["", "mxfp4", "fp8_block"])
+@pytest.mark.parametrize("format", ["", "mxfp4", "nvfp4", "fp8_block"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts_equal_the_plain_loop(shape: str, format: str, activation: str):
     x, routes, weights = experts_case(SHAPES[shape], format)

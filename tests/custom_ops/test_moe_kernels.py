@@ -34,6 +34,7 @@ def operands(num_tokens, format="", dtype=torch.bfloat16, size=64, inner=32):
         packed = {
             "": (1, dtype),
             "mxfp4": (2, torch.uint8),
+            "nvfp4": (2, torch.uint8),
             "fp8_block": (1, torch.float8_e4m3fn),
         }[format]
         return ExpertOperands(
@@ -49,8 +50,7 @@ def operands(num_tokens, format="", dtype=torch.bfloat16, size=64, inner=32):
             "silu",
             0.0,
             math.inf,
-            None,
-            None,
+            *(None, None, None, None),
             format,
         )
 
@@ -88,7 +88,7 @@ def test_a_router_of_too_many_experts_goes_to_the_reference():
         assert moe_choice.route_kernel(HOPPER, torch.bfloat16, traits) == kernel
 
 
-@pytest.mark.parametrize("format", ["", "mxfp4"])
+@pytest.mark.parametrize("format", ["", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("num_tokens", [1, 3, 64, 500, 8192])
 def test_sizes_suit_the_format(format, num_tokens):
     traits = traits_of(operands(num_tokens, format))
@@ -106,7 +106,7 @@ def block(num_tokens, *, num_groups=1, size=64, format=""):
         router = torch.empty(8, size, dtype=torch.bfloat16)
         routing = (2, "softmax", True, num_groups, 1, 1.0)
         head = (experts.x, router[0], 1e-6, router, None, None, *routing)
-        return moe_block.BlockOperands(*head, *experts[1:5], *experts[9:15], experts.x)
+        return moe_block.BlockOperands(*head, *experts[1:5], *experts[9:17], experts.x)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_weights_in_e4m3_go_to_kernels_where_the_device_converts_them():
         assert moe_choice.select_experts("", target, torch.bfloat16, traits) == kernel
         assert moe_choice.select_block("", target, torch.bfloat16, whole) == whole_kernel
     for name in ("rows", "stream", "tiles"):
-        with pytest.raises(ValueError, match="needs sm_89 for weights in e4m3, this is sm_80"):
+        with pytest.raises(ValueError, match="needs sm_89 for weights or scales in e4m3"):
             moe_choice.select_experts(name, Target("cuda", 80), torch.bfloat16, traits)
 
 

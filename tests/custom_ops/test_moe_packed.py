@@ -26,7 +26,9 @@ SMALL = PackedExpertsConfig(8, 1, 2, 2, 1), PackedExpertsConfig(8, 2, 1, 3, 1)
 WIDE = PackedExpertsConfig(16, 2, 3, 1, 1), PackedExpertsConfig(24, 1, 2, 4, 1)
 
 
-def operands_of(shape, *, dtype=torch.bfloat16, is_clamped=True, has_bias=True, skew=0.0):
+def operands_of(
+    shape, *, dtype=torch.bfloat16, is_clamped=True, has_bias=True, skew=0.0, format="mxfp4"
+):
     """Seeded arguments; shape: tokens, experts, experts a token, sizes."""
     num_tokens, num_experts, top_k, size, inner = shape
     generator = torch.Generator().manual_seed(num_tokens)
@@ -36,7 +38,7 @@ def operands_of(shape, *, dtype=torch.bfloat16, is_clamped=True, has_bias=True, 
         inner,
         dtype=dtype,
         generator=generator,
-        format="mxfp4",
+        format=format,
         has_bias=has_bias,
     )
     x = torch.randn(num_tokens, size + 8, generator=generator).to(dtype)[:, :size]
@@ -55,6 +57,9 @@ def operands_of(shape, *, dtype=torch.bfloat16, is_clamped=True, has_bias=True, 
         ((9, 3, 2, 64, 544), SMALL, {"skew": 9.0}),
         ((40, 5, 4, 608, 160), WIDE, {"is_clamped": False, "has_bias": False}),
         ((3, 1, 1, 32, 32), SMALL, {}),
+        ((1, 32, 8, 320, 96), SMALL, {"format": "nvfp4"}),
+        ((9, 3, 2, 64, 544), WIDE, {"format": "nvfp4", "dtype": torch.float16, "skew": 9.0}),
+        ((40, 5, 1, 608, 160), WIDE, {"format": "nvfp4", "is_clamped": False, "has_bias": False}),
     ],
 )
 def test_the_emulated_kernel_equals_the_reference(shape, configs, options):
@@ -76,8 +81,29 @@ def test_scales_of_any_exponent_are_exact():
     assert run_emulated(operands, *SMALL).isnan().all()
 
 
-def test_the_kernel_compiles_without_spills():
-    operands = operands_of((1, 2, 1, 64, 64))
+def some_scales_of_e4m3(scale):
+    """Every positive one in turn, from the smallest that is no normal number to the largest."""
+    codes = torch.arange(scale.numel()) % 126 + 1
+    return codes.to(torch.uint8).view(torch.float8_e4m3fn).view(scale.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_scales_in_e4m3_are_exact(num_tokens, dtype):
+    operands = operands_of((num_tokens, 2, 1, 64, 128), dtype=dtype, has_bias=False, format="nvfp4")
+    operands = operands._replace(gate_up_scale=some_scales_of_e4m3(operands.gate_up_scale))
+    operands = operands._replace(down_scale=some_scales_of_e4m3(operands.down_scale))
+    if num_tokens == 1:
+        configs = PackedTokenConfig(1, 2, 2), PackedTokenConfig(1, 2, 2)
+        got = run_emulated_token(operands, *configs)
+    else:
+        got = run_emulated(operands, *SMALL)
+    assert_close("scales", got, reference_moe.experts(*operands[:-1]), factor=8.0)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_the_kernel_compiles_without_spills(format):
+    operands = operands_of((1, 2, 1, 64, 64), format=format)
     variant = moe_packed.variant_of(operands, SMALL[0], is_down=False)
     cubin = cuda_build.compile_source(moe_packed.SOURCE, "sm_90a", variant.flags)
     assert copies(cubin.code)[1] == 0, "ptxas encoded a copy with a cache policy wrongly"
@@ -99,6 +125,16 @@ def test_the_kernel_compiles_without_spills():
             {"is_clamped": False, "has_bias": False},
         ),
         ((1, 1, 1, 32, 32), (PackedTokenConfig(), PackedTokenConfig()), {}),
+        (
+            (1, 33, 8, 576, 96),
+            (PackedTokenConfig(1, 3, 3), PackedTokenConfig(2, 4, 2)),
+            {"format": "nvfp4", "is_clamped": False, "has_bias": False},
+        ),
+        (
+            (1, 7, 5, 96, 288),
+            (PackedTokenConfig(2, 2, 1, 2), PackedTokenConfig(2, 3, 4)),
+            {"format": "nvfp4", "dtype": torch.float16},
+        ),
     ],
 )
 def test_the_emulated_kernel_for_one_token_equals_the_reference(shape, configs, options):
@@ -125,9 +161,10 @@ def test_scales_for_one_token_are_exact():
     assert run_emulated_token(operands, *configs).isnan().all()
 
 
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 @pytest.mark.parametrize("is_down", [False, True])
-def test_the_kernel_for_one_token_compiles_without_spills(is_down):
-    operands = operands_of((1, 4, 4, 2880, 2880))
+def test_the_kernel_for_one_token_compiles_without_spills(is_down, format):
+    operands = operands_of((1, 4, 4, 2880, 2880), format=format)
     config = moe_sizes.pick_packed_token()[is_down]
     variant = moe_packed_token.variant_of(operands, config, is_down=is_down)
     cubin = cuda_build.compile_source(moe_packed_token.SOURCE, "sm_90a", variant.flags)

@@ -140,6 +140,12 @@ def test_chosen_sizes_compile_without_spills(format, activation_format, num_toke
     assert_compiles(operands, config)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 32])
+def test_values_for_zeros_compile_without_spills(num_tokens):
+    operands, _, config = chosen_config("int4_group", "", num_tokens)
+    assert_compiles(operands._replace(zero=operands.scale), config)
+
+
 @pytest.mark.parametrize("shape", SHAPES[1:])
 @pytest.mark.parametrize("num_tokens", [1, 16])
 @pytest.mark.parametrize(("format", "activation_format"), [FORMATS[0], FORMATS[3]])
@@ -285,6 +291,9 @@ def test_traits_say_what_is_in_the_way():
     assert quantized_linear_traits(operands)["has_fine_scales"]
     other = operands._replace(scale=operands.scale.float())
     assert not quantized_linear_traits(other)["has_fine_scales"]
+    other = operands._replace(zero=operands.scale.float())
+    assert not quantized_linear_traits(other)["has_fine_scales"]
+    assert quantized_linear_traits(operands._replace(zero=operands.scale))["has_fine_scales"]
     shifted = operands._replace(x=torch.zeros(3, 280, dtype=BF16)[:, 4:260])
     assert not quantized_linear_traits(shifted)["is_aligned"]
     plain = quantized_linear_traits(operands)

@@ -83,6 +83,9 @@ def test_low_nibbles_come_first():
     got = dequantize(q, torch.ones(1, 1), None, None, "int4_group", 4, F32)
     assert got.tolist() == [[1 - 8.0, 2 - 8.0, 3 - 8.0, 4 - 8.0]]
     zero = torch.tensor([[3]], dtype=torch.uint8)
+    half, three = torch.full((1, 1), 0.5), torch.full((1, 1), 3.0)
+    got = dequantize(q, half, three, None, "int4_group", 4, F32)
+    assert got.tolist() == [[-0.5, 0.0, 0.5, 1.0]]
     got = dequantize(q, torch.full((1, 1), 0.5), zero, None, "int4_group", 3, F32)
     assert got.tolist() == [[-1.0, -0.5, 0.0]]
 

@@ -105,6 +105,30 @@ def test_kernels_on_a_gpu(
         assert tuple(re.findall(r"_linear by (\w+) ", line)) == kernels, line
 
 
+@pytest.mark.parametrize(
+    ("name", "arch", "kernels"),
+    [
+        ("nvfp4", 90, ("packed_token", "stream", "tiles")),
+        ("mxfp4", 90, ("packed_token", "stream", "tiles")),
+        ("nvfp4", 86, ("torch",) * 3),
+        ("fp8", 90, ("rows", "stream", "tiles")),
+    ],
+)
+def test_kernels_of_experts_on_a_gpu(
+    tmp_path: Path, name: str, arch: int, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+    folder = write_tiny_model(tmp_path, family="qwen3_moe", **sizes)
+    model = quantized_model(folder, name, torch.bfloat16)
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, _: Target("cuda", arch)))
+    monkeypatch.setattr("compiled_engine.custom_ops.quant_choice.has_nvrtc", lambda: True)
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "max_few": 128}
+    lines = quantization_report(model, make_registry(), max_tokens=8192, **options)
+    (line,) = (line for line in lines if "5 experts" in line)
+    assert line.startswith("2 x 5 experts [256 x 256, 256 x 128], weights ")
+    assert tuple(re.findall(r"(?:experts|sparse_mlp) by (\w+) ", line)) == kernels, line
+
+
 def test_refusals(tmp_path: Path):
     plain = write_tiny_model(tmp_path / "plain")
     with pytest.raises(ConfigError, match="--quantize-lm-head needs --quantization"):

@@ -54,6 +54,9 @@ static unsigned subtract_halves(unsigned a, unsigned b) {
 static float low(unsigned pair) { return emulator::widen((unsigned short)pair); }
 static float high(unsigned pair) { return emulator::widen((unsigned short)(pair >> 16)); }
 static unsigned multiply_pairs(unsigned a, unsigned b) { return pack(low(a) * low(b), high(a) * high(b)); }
+static unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
+    return pack(low(a) * low(b) + low(c), high(a) * high(b) + high(c));
+}
 static unsigned subtract_pairs(unsigned a, unsigned b) { return pack(low(a) - low(b), high(a) - high(b)); }
 static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static float __fdiv_rn(float a, float b) { return a / b; }

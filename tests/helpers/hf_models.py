@@ -59,6 +59,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256, "tie_word_embeddings": True},
     ),
     "cohere": ("Cohere", {}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
     "qwen2_moe": (
         "Qwen2Moe",
         {

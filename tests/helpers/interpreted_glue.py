@@ -72,13 +72,16 @@ def views(num_tokens: int, heads: tuple[int, int], dim: int, dtype: torch.dtype)
 
 def check_rope_kv() -> None:
     """All five ops: strided views, odd head counts and dims, parts of heads, padding, FP8."""
-    for dim, turned, heads, page_size, dtype, cache_dtype, per_program in (
-        (16, 16, (4, 2), 4, BF16, BF16, 1),
-        (80, 80, (5, 3), 16, FP16, FP16, 2),
-        (6, 6, (3, 1), 3, FP32, FP32, 4),
-        (16, 16, (4, 2), 8, BF16, FP8, 4),
-        (80, 20, (5, 3), 16, FP16, FP16, 2),
-        (24, 10, (3, 1), 3, FP32, FP32, 4),
+    for dim, turned, heads, page_size, dtype, cache_dtype, per_program, interleaved in (
+        (16, 16, (4, 2), 4, BF16, BF16, 1, False),
+        (80, 80, (5, 3), 16, FP16, FP16, 2, False),
+        (6, 6, (3, 1), 3, FP32, FP32, 4, False),
+        (16, 16, (4, 2), 8, BF16, FP8, 4, False),
+        (80, 20, (5, 3), 16, FP16, FP16, 2, False),
+        (24, 10, (3, 1), 3, FP32, FP32, 4, False),
+        (80, 80, (5, 3), 16, FP16, FP16, 2, True),
+        (24, 10, (3, 1), 3, FP32, FP32, 4, True),
+        (16, 8, (4, 2), 8, FP16, FP16, 4, True),
     ):
         num_tokens = 3
         q, k, v = views(num_tokens, heads, dim, dtype)
@@ -95,15 +98,16 @@ def check_rope_kv() -> None:
             tail = (theirs[0], theirs[1], slots)
             cache = Cache(mine[0], mine[1], slots)
             assert rope_kv_triton.unsupported_reason((q, k, v), (cos, sin), norm, cache) is None
-            got = rope_kv_triton.launch((q, k, v), (cos, sin), norm, cache, config=config)[0]
-            rotated = rope_kv_triton.launch((q, k, k), (cos, sin), norm, config=config)
+            options = {"config": config, "is_interleaved": interleaved}
+            got = rope_kv_triton.launch((q, k, v), (cos, sin), norm, cache, **options)[0]
+            rotated = rope_kv_triton.launch((q, k, k), (cos, sin), norm, **options)
             if norm is None:
-                expected = reference.rope_kv_write(q, k, v, cos, sin, *tail)
-                pair = reference.rope(q, k, cos, sin)
+                expected = reference.rope_kv_write(q, k, v, cos, sin, *tail, interleaved)
+                pair = reference.rope(q, k, cos, sin, interleaved)
             else:
                 args = (*gains, cos, sin, 1e-6)
-                expected = reference.qk_norm_rope_kv_write(q, k, v, *args, *tail)
-                pair = reference.qk_norm_rope(q, k, *args)
+                expected = reference.qk_norm_rope_kv_write(q, k, v, *args, *tail, interleaved)
+                pair = reference.qk_norm_rope(q, k, *args, interleaved)
             assert_same("q", got, expected)
             assert got.is_contiguous()
             assert_caches(mine, theirs)

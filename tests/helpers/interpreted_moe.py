@@ -57,6 +57,8 @@ ROW_CASES = (
     Case(3, 1, 1, 40, 36, dtype=FP32, has_bias=True),
     Case(1, 20, 16, 32, 32, "mxfp4", BF16, is_clamped=True, has_bias=True),
     Case(1, 3, 2, 160, 130, "fp8_block"),
+    Case(1, 20, 7, 96, 32, "nvfp4", BF16, is_clamped=True, has_bias=True),
+    Case(2, 5, 1, 64, 160, "nvfp4"),
 )
 TILE_CASES = (
     Case(1, 128, 8, 64, 40),
@@ -66,6 +68,8 @@ TILE_CASES = (
     Case(40, 1, 1, 48, 33),
     Case(9, 7, 4, 96, 160, "mxfp4", is_clamped=True, has_bias=True),
     Case(33, 3, 2, 160, 130, "fp8_block"),
+    Case(9, 7, 4, 96, 160, "nvfp4", is_clamped=True, has_bias=True),
+    Case(21, 5, 1, 64, 32, "nvfp4", skew=9.0),
 )
 
 

@@ -72,7 +72,7 @@ def block_of(case: Case, number: int) -> moe_block.BlockOperands:
         *routing,
         *weights[:4],
         *(CLAMPED if case.is_clamped else moe.Activation()),
-        *(None, None, ""),
+        *(None, None, None, None, ""),
         normal(case.num_tokens, wide).to(case.dtype)[:, : case.size] if number != 3 else None,
     )
 

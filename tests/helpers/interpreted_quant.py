@@ -107,6 +107,10 @@ def check_dequantize() -> None:
     args = (packed.weight, packed.scale, zero, None, "int4_group", 256, FP16)
     got = quant_dequantize_triton.dequantize(*args)
     assert_close("zeros", got, reference_quant.dequantize(*args))
+    offsets = torch.randn(packed.scale.shape)
+    args = (packed.weight, packed.scale, offsets, None, "int4_group", 256, FP32)
+    got = quant_dequantize_triton.dequantize(*args)
+    assert_close("values of zeros", got, reference_quant.dequantize(*args))
 
 
 def check_scaled() -> None:

@@ -249,10 +249,30 @@ def torchao(values: Callable[[Tensor], Spelled]) -> Callable[[Tensor], Spelled]:
     return spell
 
 
+def torchao_int4(size: int) -> Callable[[Tensor], Spelled]:
+    def spell(weight: Tensor) -> Spelled:
+        groups = grouped(weight, size)
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = ((high - low) / 15).clamp(min=1e-6).bfloat16()
+        zero = (low + 8 * scale.float()).bfloat16()
+        step, middle = scale.float().unsqueeze(-1), zero.float().unsqueeze(-1)
+        q = ((groups - middle) / step).round().clamp(-8, 7)
+        pairs = q.flatten(1).to(torch.int8)
+        packed = (pairs[:, 0::2] & 15) | (pairs[:, 1::2] << 4)
+        spelled = {"qdata": packed, "scale": scale.T, "zero_point": zero.T}
+        return {f"_weight_{name}": tensor for name, tensor in spelled.items()}, (
+            q * step + middle
+        ).flatten(1)
+
+    return spell
+
+
 def torchao_config(kind: str, **data: Any) -> dict[str, Any]:
     """As transformers 5 writes it."""
     granularity = {"_data": {"dim": -1}, "_type": "PerRow", "_version": 1}
-    config = {"granularity": granularity, "set_inductor_config": True, **data}
+    if kind != "Int4WeightOnlyConfig":
+        data = {"granularity": granularity, **data}
+    config = {"set_inductor_config": True, **data}
     return {
         "quant_method": "torchao",
         "quant_type": {"default": {"_data": config, "_type": kind, "_version": 2}},
@@ -392,6 +412,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Spelled], str]] = {
             weight_dtype={"_data": "float8_e4m3fn", "_type": "torch.dtype"},
         ),
         torchao(fp8_channel),
+        "",
+    ),
+    "torchao_int4": (
+        torchao_config(
+            "Int4WeightOnlyConfig",
+            group_size=32,
+            int4_packing_format={"_data": "PLAIN", "_type": "Int4PackingFormat"},
+            int4_choose_qparams_algorithm={
+                "_data": "TINYGEMM",
+                "_type": "Int4ChooseQParamsAlgorithm",
+            },
+            int4_tile_packed_ntile=8,
+        ),
+        torchao_int4(32),
         "",
     ),
     "awq": (AWQ, awq(32), ""),

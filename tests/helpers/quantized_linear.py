@@ -37,12 +37,15 @@ class Call:
     config: PackedConfig = _ONE
     dtype: torch.dtype = torch.bfloat16
     has_zero: bool = False
+    has_offsets: bool = False
 
     @property
     def label(self) -> str:
         sizes = f"T{self.num_tokens}-N{self.num_outputs}-K{self.size}"
         name = str(self.dtype).removeprefix("torch.")
-        return f"{self.format}-{self.activation_format or 'plain'}-{sizes}-{self.parts}-{name}"
+        activations = self.activation_format or "plain"
+        zeros = "-offsets" * self.has_offsets
+        return f"{self.format}-{activations}-{sizes}-{self.parts}-{name}{zeros}"
 
     def operands(self, device: str = "cpu") -> QuantOperands:
         """Seeded; x and the residual are parts of wider tensors."""
@@ -56,6 +59,10 @@ class Call:
         zero = None
         if self.has_zero:
             zero = torch.randint(0, 16, packed.scale.shape, generator=generator).byte().to(device)
+        if self.has_offsets:  # of the size of scales, so that none hides the other
+            zero = (torch.randn(packed.scale.shape, generator=generator) * packed.scale).to(
+                self.dtype
+            )
         is_static = self.activation_format == "fp8_tensor"
         residual = normal(self.num_tokens, self.num_outputs + 8)[:, : self.num_outputs]
         return QuantOperands(
@@ -95,6 +102,10 @@ CALLS = (
     Call("int4_group", "", 1, 37, 1024, "n", has_zero=True),
     Call("int4_group", "", 6, 37, 416, "r"),
     Call("mxfp4", "", 1, 37, 96, "b"),
+    Call("int4_group", "", 1, 37, 1024, "n", has_offsets=True),
+    Call("int4_group", "", 1, 40, 416, "g", _TWO, torch.float16, has_offsets=True),
+    Call("int4_group", "", 6, 37, 416, "r", has_offsets=True),
+    Call("int4_group", "", 17, 21, 416, "gb", _TWO, torch.float16, has_offsets=True),
 )
 
 

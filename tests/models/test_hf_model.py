@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 SERVED = (
     "phi3", "olmo2", "granite", "stablelm", "olmoe", "gemma2", "gemma3", "qwen2", "gpt2", "cohere",
-    "qwen2_moe", "granitemoe", "minimax_m2", "glm4_moe",
+    "qwen2_moe", "granitemoe", "minimax_m2", "glm4_moe", "glm4", "ernie4_5",
 )  # fmt: skip
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")

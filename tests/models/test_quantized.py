@@ -223,6 +223,19 @@ def test_patterns_of_names():
         assert not matches(pattern, name), pattern
 
 
+def test_zeros_of_another_dtype_than_the_scales_are_refused(tmp_path: Path):
+    config, spell, _ = LAYOUTS["torchao_int4"]
+    folder = write_tiny_model(tmp_path, family="qwen3", **SIZES)
+    rewrite_quantized(folder, config, spell)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj._weight_zero_point"
+    tensors[name] = tensors[name].float()
+    save_file(tensors, folder / "model.safetensors")
+    said = "layers.1.mlp.up_proj: its zero points are torch.float32 and its scales torch.bfloat16"
+    with pytest.raises(ConfigError, match=said):
+        quantized_model(folder, None)
+
+
 def test_parts_of_a_fused_layer_must_be_alike(tmp_path: Path):
     config, spell, _ = LAYOUTS["compressed_fp8_channel"]
     folder = write_tiny_model(tmp_path, family="qwen3", **SIZES)
@@ -273,7 +286,22 @@ def in_inputs(layout: str, **fields: Any) -> dict[str, Any]:
             changed("compressed_int8", kv_cache_scheme={"type": "int", "num_bits": 8}),
             "type is 'int'",
         ),
-        (torchao_config("Int4WeightOnlyConfig"), "_type is 'Int4WeightOnlyConfig'"),
+        (torchao_config("Int4WeightOnlyConfig"), "group_size is None; supported is 32, 64, 128"),
+        (
+            torchao_config(
+                "Int4WeightOnlyConfig",
+                group_size=128,
+                int4_packing_format={"_data": "TILE_PACKED_TO_4D", "_type": "Int4PackingFormat"},
+            ),
+            "'TILE_PACKED_TO_4D', a layout for the kernels of one device; supported is 'PLAIN'",
+        ),
+        (
+            torchao_config(
+                "Int4WeightOnlyConfig", group_size=32, int4_packing_format="plain_int32"
+            ),
+            "is 'plain_int32', a layout for the kernels",
+        ),
+        (torchao_config("Float8DynamicActivationInt4WeightConfig"), "_type is 'Float8Dynamic"),
         (torchao_config("Int8WeightOnlyConfig", granularity=None), "granularity is PerTensor"),
         (torchao_config("Int8WeightOnlyConfig", group_size=32), "group_size is 32"),
         ("fp8", "quantization_config is 'fp8'; it must be an object"),

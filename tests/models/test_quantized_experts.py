@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compiled_engine.custom_ops.reference_moe import dequantize_expert
+from compiled_engine.custom_ops.reference_moe import dequantize_stacked
 from compiled_engine.errors import ConfigError
 from compiled_engine.models import CausalLM
 from compiled_engine.models.config import load_model_config
 from compiled_engine.models.expert_parts import expert_matrices
 from compiled_engine.models.moe import Experts
 from compiled_engine.models.quant_linear import QuantLinear
-from compiled_engine.models.quant_plan import LinearScheme, QuantPlan
+from compiled_engine.models.quant_plan import LinearScheme, QuantPlan, without_fp4_activations
 from compiled_engine.models.quant_writer import quantize_checkpoint
 from compiled_engine.models.weights import init_dummy_weights, load_weights
 from tests.helpers.engines import reference_greedy, run_requests, tiny_engine
@@ -30,21 +31,35 @@ from tests.models.test_weight_stream import stream_model
 
 # Blocks of 128 end in the middle of what an expert reads, and with the rows of its gate.
 SIZES = {"hidden_size": 192, "moe_intermediate_size": 128, "intermediate_size": 160, "head_dim": 48}
-PUBLISHED = {"fp8_block_inv": "fp8_block", "fp8_block": "fp8_block", "mxfp4_packed": "mxfp4"}
-ONLINE = {"fp8": "fp8_block", "fp8_block": "fp8_block", "mxfp4": "mxfp4"}
+PUBLISHED = {
+    "fp8_block_inv": "fp8_block",
+    "fp8_block": "fp8_block",
+    "mxfp4_packed": "mxfp4",
+    "nvfp4": "nvfp4",
+    "nvfp4_packed": "nvfp4",
+}
+# What writes the layouts of experts.
+WRITERS = {
+    "fp8_block_inv": "deepseek",
+    "fp8_block": "compressed_block",
+    "mxfp4_packed": "compressed_mxfp4",
+    "nvfp4": "modelopt_nvfp4",
+    "nvfp4_packed": "compressed_nvfp4",
+}
+ONLINE = {"fp8": "fp8_block", "fp8_block": "fp8_block", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}
 
 
 def without_routers(config: dict[str, Any]) -> dict[str, Any]:
     """The config of a checkpoint whose routers are plain, as published ones are."""
-    field = "ignore" if "ignore" in config else "modules_to_not_convert"
+    fields = ("ignore", "exclude_modules", "modules_to_not_convert")
+    field = next(name for name in fields if name in config)
     return {**config, field: [*config.get(field, []), "re:.*mlp.gate$"]}
 
 
 def layout_of(name: str) -> tuple[dict[str, Any], Any]:
     """Config and writer of the published layout that is read by `name`."""
-    published = {"fp8_block_inv": "deepseek", "fp8_block": "compressed_block"}
     for config, spell, _ in LAYOUTS.values():
-        if spell.__name__ == published.get(name, "compressed_mxfp4"):
+        if spell.__name__ == WRITERS[name]:
             return without_routers(config), spell
     raise AssertionError(name)
 
@@ -55,12 +70,10 @@ def experts_of(model: CausalLM) -> dict[str, Experts]:
 
 def dequantized(experts: Experts, name: str) -> Tensor:
     """A stacked parameter [E, rows, columns] in fp32."""
-    weight, scale = getattr(experts, name), getattr(experts, f"{name}_scale")
-    values = [
-        dequantize_expert(w, s, experts.format, torch.float32)
-        for w, s in zip(weight, scale, strict=True)
-    ]
-    return torch.stack(values)
+    stacked = (getattr(experts, f"{name}{end}") for end in ("", "_scale", "_global_scale"))
+    kind = experts.format, torch.float32
+    parts = tuple(stacked)
+    return torch.stack([dequantize_stacked(*parts, e, *kind) for e in range(experts.num_experts)])
 
 
 @pytest.mark.parametrize("layout", PUBLISHED)
@@ -87,6 +100,34 @@ def test_published_experts_mean_what_their_layout_says(tmp_path: Path, layout: s
     assert not isinstance(model.layers[0].mlp.gate, QuantLinear)
 
 
+@pytest.mark.parametrize("layout", ["nvfp4", "nvfp4_packed"])
+def test_experts_in_4_bits_answer_as_their_values_do(tmp_path: Path, layout: str):
+    """Each matrix with its own scale, of very different size in gate and up."""
+    folder = write_tiny_model(tmp_path / "quantised", family="qwen3_moe", **SIZES)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if "experts.1.gate_proj" in name:
+            tensors[name] *= 0.1
+    save_file(tensors, path, metadata={"format": "pt"})
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    config, spell = layout_of(layout)
+    meant = rewrite_quantized(folder, config, spell)
+    save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
+    plan = load_model_config(folder).quantization
+    assert plan is not None
+    model = quantized_model(folder, without_fp4_activations(plan))
+    scales = model.layers[0].mlp.experts.gate_up_proj_global_scale
+    assert scales.shape == (5, 2)
+    assert len(set(scales.flatten().tolist())) == 10
+    assert relative_difference(logits(model), logits(quantized_model(plain, None))) <= 1e-5
+    engine = tiny_engine(folder)
+    assert {m.format for m in experts_of(engine.loop.executor.model).values()} == {"nvfp4"}
+    prompts = [[7, 8, 9], list(range(20, 60))]
+    expected = [reference_greedy(engine, prompt, 8) for prompt in prompts]
+    assert run_requests(engine, prompts).tokens == expected
+
+
 @pytest.mark.parametrize("name", ONLINE)
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_plain_experts_are_quantised_on_the_way_in(tmp_path: Path, family: str, name: str):
@@ -101,7 +142,7 @@ def test_plain_experts_are_quantised_on_the_way_in(tmp_path: Path, family: str, 
         for part in ("gate_up_proj", "down_proj"):
             expected, got = getattr(before, part), dequantized(after, part)
             error = (got - expected).norm() / expected.norm()
-            assert 0 < error < (0.2 if name == "mxfp4" else 0.05)
+            assert 0 < error < (0.2 if name.endswith("fp4") else 0.05)
     got = logits(model)
     for module in experts_of(model).values():
         values = {part: dequantized(module, part) for part in ("gate_up_proj", "down_proj")}
@@ -157,7 +198,8 @@ def test_dummy_experts_are_random_in_their_format(tmp_path: Path):
     ("options", "quantization", "said"),
     [
         ({}, "int8", "quantization: int8 quantises experts in int8_channel; supported"),
-        ({}, "int4", "fp8, fp8_block and mxfp4"),
+        ({}, "int4", "fp8, fp8_block, mxfp4 and nvfp4"),
+        ({"moe_intermediate_size": 48}, "nvfp4", "48 columns: nvfp4 needs a multiple of 32"),
         ({"moe_intermediate_size": 96}, "fp8", "experts of 96 rows: fp8_block needs a multiple"),
         ({"moe_intermediate_size": 48}, "mxfp4", "48 columns: mxfp4 needs a multiple of 32"),
         ({"hidden_size": 72}, "fp8", "72 columns: fp8_block needs a multiple of 16"),
@@ -220,7 +262,7 @@ def quantized_shell(folder: Path) -> CausalLM:
     return outline_model(ARCHITECTURES[config.architecture], config, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "nvfp4"])
 def test_a_written_checkpoint_reads_back_as_it_was_quantised(tmp_path: Path, name: str):
     folder = write_tiny_model(tmp_path / "plain", family="qwen3_moe", **SIZES)
     options = {"quantizes_head": False, "device": CPU, "allow_pickle": False}
@@ -231,10 +273,11 @@ def test_a_written_checkpoint_reads_back_as_it_was_quantised(tmp_path: Path, nam
     written = quantized_model(tmp_path / "written", None)
     online = quantized_model(folder, name)
     assert {m.layout for m in experts_of(written).values()} == {
-        {"fp8_block": "fp8_block_inv", "mxfp4": "mxfp4_packed"}[name]
+        {"fp8_block": "fp8_block_inv", "mxfp4": "mxfp4_packed", "nvfp4": "nvfp4_packed"}[name]
     }
     assert not isinstance(written.layers[0].mlp.gate, QuantLinear)
-    assert torch.equal(logits(written), logits(online))
+    # the layout of nvfp4 holds the inverse of a scale
+    assert relative_difference(logits(written), logits(online)) <= (1e-6 if name == "nvfp4" else 0)
 
 
 def test_a_format_that_experts_are_not_read_in_is_not_written(tmp_path: Path):

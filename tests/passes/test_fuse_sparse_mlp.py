@@ -51,9 +51,9 @@ def nodes_of(
 
 def test_fuse_sparse_mlp_takes_norm_router_and_add():
     (node,) = nodes_of(whole, tensors(*SHAPES), expected=1)
-    stacks = ["gate_up_1", "down_1", None, None, "silu", 0.0, float("inf"), None, None, ""]
+    stacks = ["gate_up_1", "down_1", None, None, "silu", 0.0, float("inf")]
     head = ["x_1", "norm_1", 1e-5, "router_1", None, None, *ROUTING]
-    assert names(node) == [*head, *stacks, "x_1"]
+    assert names(node) == [*head, *stacks, *([None] * 4), "", "x_1"]
     assert {user.op for user in node.users} == {"output"}
 
 
@@ -70,6 +70,24 @@ def test_fuse_sparse_mlp_takes_the_biases_of_router_and_scores():
     assert names(node)[:6] == ["x_1", None, 0.0, "router_1", "bias_1", "scores_1"]
     assert names(node)[6:12] == [K, "sigmoid", False, 1, 1, 2.5]
     assert names(node)[-1] is None
+
+
+def test_fuse_sparse_mlp_takes_all_scales_of_the_experts():
+    def function(x: Tensor, router: Tensor, *packed: Tensor) -> Tensor:
+        gate_up, down, first, second, first_global, second_global = packed
+        scales = first.to(torch.float8_e4m3fn), second.to(torch.float8_e4m3fn)
+        weights = gate_up.to(torch.uint8), down.to(torch.uint8)
+        stacks = (*weights, None, None, *scales, first_global, second_global, "nvfp4")
+        return x + experts(x, route(product(x, router), None, K), ExpertWeights(*stacks))
+
+    inner = 2 * INNER
+    packed = ((E, 2 * inner, H // 2), (E, H, inner // 2))
+    scales = ((E, 2 * inner, H // 16), (E, H, inner // 16), (E, 2), (E, 1))
+    (node,) = nodes_of(function, tensors((T, H), (E, H), *packed, *scales), expected=1)
+    found_scales = node.args[-6:-2]
+    shapes = [tuple(scale.meta["val"].shape) for scale in found_scales]
+    assert shapes == list(scales)
+    assert node.args[-2] == "nvfp4"
 
 
 def test_fuse_sparse_mlp_keeps_a_norm_that_others_read():

@@ -13,6 +13,7 @@ from compiled_engine.models.config import load_model_config
 from compiled_engine.models.hf_config import HfModelConfig
 from compiled_engine.models.hf_load import build_hf_model
 from compiled_engine.models.hf_model import HfCausalLM, HfLayer
+from compiled_engine.passes.pattern import functionalized_calls
 from compiled_engine.passes.pipeline import LIFTS
 from tests.helpers.hf_models import write_hf_config
 from tests.helpers.pass_harness import Harness, op_counts
@@ -99,6 +100,23 @@ LAYERS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
          "fuse_qk_norm_rope_kv": 1},
         {"silu_and_mul": 1, "rope_kv_write": 1, **LINEAR_PAGED},
     ),
+    # Rotary embeddings that turn neighbours: of half of each head, of heads in fp32, with angles
+    # that are carried doubled or each twice in a row.
+    "glm4": (
+        {"merge_linears": 1, "lift_rms_norm": 4, "lift_gated_activation": 1, "lift_rope": 1,
+         "fuse_add_rms_norm": 1, "fuse_qk_norm_rope_kv": 1},
+        {"rms_norm": 3, "add_rms_norm": 1, "silu_and_mul": 1, "rope_kv_write": 1, **LINEAR_PAGED},
+    ),
+    "cohere": (
+        {"merge_linears": 2, "lift_gated_activation": 1, "lift_rope": 1,
+         "fuse_qk_norm_rope_kv": 1},
+        {"silu_and_mul": 1, "rope_kv_write": 1, **LINEAR_PAGED},
+    ),
+    "ernie4_5": (
+        {"merge_linears": 2, "lift_rms_norm": 2, "lift_gated_activation": 1, "lift_rope": 1,
+         "fuse_add_rms_norm": 1, "fuse_qk_norm_rope_kv": 1},
+        {"rms_norm": 1, "add_rms_norm": 1, "silu_and_mul": 1, "rope_kv_write": 1, **LINEAR_PAGED},
+    ),
     "qwen3": (
         {"merge_linears": 2, "lift_rms_norm": 4, "lift_gated_activation": 1, "lift_rope": 1,
          "fuse_add_rms_norm": 1, "fuse_qk_norm_rope_kv": 1},
@@ -168,6 +186,8 @@ def test_counts_of_a_layer(tmp_path: Path, family: str, size: str):
         for tensor in (residual, *rotary, ctx.slot_mapping, ctx.token_rows, ctx.positions):
             torch._dynamo.mark_dynamic(tensor, 0, min=2, max=512)
     found = Harness(kept_ops=KEPT).run(call, model.blocks[0], residual, rotary, mine, ctx)
+    for node in functionalized_calls(found.after, torch.ops.ce.rope_kv_write.default):
+        assert node.kwargs["interleaved"] is (family in ("glm4", "cohere", "ernie4_5"))
     matches, ops = LAYERS[family]
     counted = {k: v for k, v in found.counters.num_matches.items() if v and k not in NOT_COUNTED}
     assert counted == matches | {"use_linear_op": ops["linear"]}
@@ -178,7 +198,7 @@ def test_counts_of_a_layer(tmp_path: Path, family: str, size: str):
 
 
 @pytest.mark.parametrize("disabled", [(), tuple(module.NAME for module in LIFTS)])
-@pytest.mark.parametrize("family", ["olmo2", "gemma3", "stablelm", "glm4_moe"])
+@pytest.mark.parametrize("family", ["olmo2", "gemma3", "stablelm", "glm4_moe", "glm4"])
 def test_numbers_stay_in_fp32(tmp_path: Path, family: str, disabled: tuple[str, ...]):
     dtype = torch.float32
     model = make(tmp_path, family, dtype)

@@ -69,6 +69,52 @@ def part_in_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return q2, k2
 
 
+def turned_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos + half * sin
+
+
+def repeated(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[1, 1, T, D], every angle twice in a row."""
+    return tuple(t.repeat_interleave(2, -1).to(dtype)[None, None] for t in (cos, sin))  # type: ignore[return-value]
+
+
+def neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = repeated(cos, sin, q.dtype)
+    return turned_neighbours(q, cos, sin), turned_neighbours(k, cos, sin)
+
+
+def neighbours_of_wide_heads(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Heads in fp32, rounded behind."""
+    cos, sin = repeated(cos, sin, q.dtype)
+    q2, k2 = (turned_neighbours(x.float(), cos, sin).to(x.dtype) for x in (q, k))
+    return q2, k2
+
+
+def neighbours_widened_late(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Turned first, then in fp32."""
+    cos, sin = repeated(cos, sin, torch.float32)
+
+    def turn(x: Tensor) -> Tensor:
+        half = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        return ((x.float() * cos) + (half.float() * sin)).to(x.dtype)
+
+    return turn(q), turn(k)
+
+
+def part_of_neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The first 6 of 8 values, by the first half of doubled tables."""
+    tables_of_all = tables(cos[:, :3], sin[:, :3], q.dtype)
+    cos, sin = (t[..., :3].repeat_interleave(2, -1) for t in tables_of_all)
+    first = (turned_neighbours(x[..., :6], cos, sin) for x in (q, k))
+    q2, k2 = (torch.cat((y, x[..., 6:]), -1) for x, y in zip((q, k), first, strict=True))
+    return q2, k2
+
+
 class Step:
     """One layer's projections, norms, tables and cache for a sequence of T tokens."""
 
@@ -169,6 +215,32 @@ def test_a_part_of_each_head(rotation: Rotation, half: int, dtype: torch.dtype):
     assert op_counts(fused.after) == {"rope_kv_write": 1, "paged_attention": 1}
 
 
+@pytest.mark.parametrize(
+    ("rotation", "dtype", "num_tokens"),
+    [
+        (neighbours, torch.float32, 5),
+        (neighbours, torch.bfloat16, 1),
+        (neighbours_of_wide_heads, torch.bfloat16, 5),
+        (neighbours_widened_late, torch.bfloat16, 5),
+        (part_of_neighbours, torch.bfloat16, 5),
+    ],
+)
+def test_neighbours_that_turn_together(rotation: Rotation, dtype: torch.dtype, num_tokens: int):
+    found = run(layer(rotation), Step(num_tokens, dtype), disabled=("fuse_qk_norm_rope_kv",))
+    assert found.matches(NAME) == 1
+    (rope,) = calls_of(found.after, ce.rope.default)
+    q, k, cos, sin, interleaved = rope.args
+    assert interleaved is True
+    assert [n.meta["val"].dtype for n in (q, k, cos, sin)] == [dtype] * 2 + [torch.float32] * 2
+    half = 3 if rotation is part_of_neighbours else DIM // 2
+    assert [n.meta["val"].shape for n in (cos, sin)] == [(num_tokens, half)] * 2
+    assert source_of(cos) is not source_of(sin)
+    fused = run(layer(rotation, has_norm=True), Step(num_tokens, dtype))
+    assert op_counts(fused.after) == {"qk_norm_rope_kv_write": 1, "paged_attention": 1}
+    (node,) = calls_of(fused.after, ce.qk_norm_rope_kv_write.default)
+    assert node.kwargs["interleaved"] is True
+
+
 def test_with_the_write_it_is_one_op():
     found = run(layer(plain), Step())
     assert found.matches("fuse_qk_norm_rope_kv") == 1
@@ -186,10 +258,11 @@ def test_norms_of_heads_in_front():
 
 
 def test_dynamic_sizes():
-    step = Step()
-    for tensor in (step.qkv, step.cos, step.sin, *step.ctx[:1], *step.ctx[5:7]):
-        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=100)
-    assert run(layer(plain), step).matches(NAME) == 1
+    for rotation in (plain, neighbours, part_of_neighbours):
+        step = Step()
+        for tensor in (step.qkv, step.cos, step.sin, *step.ctx[:1], *step.ctx[5:7]):
+            torch._dynamo.mark_dynamic(tensor, 0, min=2, max=100)
+        assert run(layer(rotation), step).matches(NAME) == 1
 
 
 def unlike_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,14 +284,52 @@ def other_way(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
     return turn(q), turn(k)
 
 
-def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def neighbours_by_doubled_tables(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     cos, sin = tables(cos, sin, q.dtype)
+    return turned_neighbours(q, cos, sin), turned_neighbours(k, cos, sin)
+
+
+def halves_by_repeated_tables(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    cos, sin = repeated(cos, sin, q.dtype)
+    return turned(q, cos, sin), turned(k, cos, sin)
+
+
+def neighbours_the_other_way(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    cos, sin = repeated(cos, sin, q.dtype)
 
     def turn(x: Tensor) -> Tensor:
-        half = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        half = torch.stack((x[..., 1::2], -x[..., ::2]), dim=-1).flatten(-2)
         return x * cos + half * sin
 
     return turn(q), turn(k)
+
+
+def swapped_neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = repeated(cos, sin, q.dtype)
+
+    def turn(x: Tensor) -> Tensor:
+        half = torch.stack((-x[..., ::2], x[..., 1::2]), dim=-1).flatten(-2)
+        return x * cos + half * sin
+
+    return turn(q), turn(k)
+
+
+def one_of_each(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Neighbours of queries, halves of keys."""
+    k = turned(k, *tables(cos, sin, q.dtype))
+    return turned_neighbours(q, *repeated(cos, sin, q.dtype)), k
+
+
+def four_in_a_row(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Every angle four times, of twice as few."""
+    cos, sin = (t[:, : DIM // 4].repeat_interleave(4, -1)[None, None] for t in (cos, sin))
+    return turned_neighbours(q, cos, sin), turned_neighbours(k, cos, sin)
 
 
 def half_of_the_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,7 +378,12 @@ def of_something_else(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
         unlike_halves,
         other_tables,
         other_way,
-        interleaved,
+        neighbours_by_doubled_tables,
+        halves_by_repeated_tables,
+        neighbours_the_other_way,
+        swapped_neighbours,
+        one_of_each,
+        four_in_a_row,
         half_of_the_tables,
         rest_in_front,
         another_rest,

@@ -38,6 +38,9 @@
 #ifndef GROUP_BITS
 #define GROUP_BITS 7
 #endif
+#ifndef OFFSETS
+#define OFFSETS 0  // whether zeros of INT4 are values, which code 8 means, and not codes
+#endif
 #ifndef IO_HALF
 #define IO_HALF 0  // whether x, out and others are fp16, not bf16; HALF: what is multiplied is
 #endif
@@ -110,8 +113,8 @@ struct PackedArgs {
     const float* x_scale;   // by kind of x: [1] or [num_tokens] or [num_tokens, x_scale_columns]; or null
     const char* weight;     // [rows, row_bytes]
     const char* scale;      // of the weight; of 8-bit ones fp32
-    const char* zero;       // of INT4: bytes, or null: 8
-    const float* row_scale;  // fp32 of each row, or null
+    const char* zero;       // of INT4: bytes, or null: 8; with OFFSETS values like the scales
+    const float* row_scale;  // fp32 of each row, or null; of experts in NVFP4 of each matrix
     const char* bias;       // or null
     const char* norm_weight;
     const char* residual;   // or null

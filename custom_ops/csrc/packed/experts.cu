@@ -1,4 +1,4 @@
-// Products of mixtures of experts with weights in "mxfp4" for few pairs of token and expert: the kernel
+// Products of mixtures of experts with weights in 4-bit floats for few pairs of token and expert: the kernel
 // "packed" of `experts`. Launched by custom_ops/moe_packed.py, once for each of the two products.
 //
 // A block of threads owns some rows of one expert in use and multiplies them with that expert's pairs,
@@ -18,7 +18,7 @@
 #include "weights.cuh"
 
 struct ExpertArgs {
-    PackedArgs product;  // of one expert; weight, scale and bias of the first one
+    PackedArgs product;  // of one expert; weight, scales and bias of the first one
     const i32* order;    // pairs sorted by expert
     const i32* offsets;  // [num_experts + 1], of each expert's pairs in `order`
     float alpha;
@@ -92,6 +92,15 @@ template <bool HAS_REST> DEVICE void widen_scaled(u32 word, u32 scale, u32 rest,
     }
 }
 
+// Eight columns of a group of 16 rows, as pairs of the upper and the lower rows, times those of all pairs.
+DEVICE void multiply_eight(Tile& sums, i32 m, const u32* upper, const u32* lower, const u32 (&x)[EIGHTS][4]) {
+#pragma unroll
+    for (i32 j = 0; j < 4; j += 2)
+#pragma unroll
+        for (i32 n = 0; n < EIGHTS; n++)
+            multiply(sums[m][n], Quad{{upper[j], lower[j], upper[j + 1], lower[j + 1]}}, x[n][j], x[n][j + 1]);
+}
+
 template <bool HAS_REST>
 DEVICE void multiply_half(const PackedArgs& args, const Unit& unit, const Pairs& pairs, i32 column, i32 which, Tile& sums) {
     u32 scales[SIXTEENS][2];
@@ -101,7 +110,7 @@ DEVICE void multiply_half(const PackedArgs& args, const Unit& unit, const Pairs&
         for (i32 h = 0; h < 2; h++) {
             const Chunk& chunk = unit.chunks[m][h][which];
             if (HALF) {
-                u32 scale[1];
+                u32 scale[SCALES];
                 widen_scales(chunk, scale);
                 scales[m][h] = scale[0];
             } else {
@@ -119,16 +128,42 @@ DEVICE void multiply_half(const PackedArgs& args, const Unit& unit, const Pairs&
             u32 upper[4], lower[4];
             widen_scaled<HAS_REST>(up.bytes.x[i], scales[m][0], rest_of_scale(up.scale), upper);
             widen_scaled<HAS_REST>(low.bytes.x[i], scales[m][1], rest_of_scale(low.scale), lower);
+            multiply_eight(sums, m, upper, lower, x);
+        }
+    }
+}
+
+// The same of NVFP4: scales as `widen_scales` has them are numbers in 16 bits, so are the values times them.
+DEVICE void multiply_whole_half(const PackedArgs& args, const Unit& unit, const Pairs& pairs, i32 column, i32 which, Tile& sums) {
+    u32 scales[SIXTEENS][2][SCALES];
 #pragma unroll
-            for (i32 j = 0; j < 4; j += 2)
+    for (i32 m = 0; m < SIXTEENS; m++)
 #pragma unroll
-                for (i32 n = 0; n < EIGHTS; n++)
-                    multiply(sums[m][n], Quad{{upper[j], lower[j], upper[j + 1], lower[j + 1]}}, x[n][j], x[n][j + 1]);
+        for (i32 h = 0; h < 2; h++) widen_scales(unit.chunks[m][h][which], scales[m][h]);
+#pragma unroll
+    for (i32 i = 0; i < 4; i++) {
+        u32 x[EIGHTS][4];
+#pragma unroll
+        for (i32 n = 0; n < EIGHTS; n++) pairs.load(n, column + i * 8, args.size, x[n]);
+#pragma unroll
+        for (i32 m = 0; m < SIXTEENS; m++) {
+            u32 rows[2][4];
+#pragma unroll
+            for (i32 h = 0; h < 2; h++) {
+                widen_word(unit.chunks[m][h][which].bytes.x[i], 0, rows[h]);
+#pragma unroll
+                for (i32 j = 0; j < 4; j++) rows[h][j] = multiply_pairs(rows[h][j], scales[m][h][i * SCALES / 4]);
+            }
+            multiply_eight(sums, m, rows[0], rows[1], x);
         }
     }
 }
 
 DEVICE void multiply_unit(const PackedArgs& args, const Unit& unit, const Pairs& pairs, i32 number, Tile& sums) {
+#if FORMAT == NVFP4
+#pragma unroll
+    for (i32 which = 0; which < 2; which++) multiply_whole_half(args, unit, pairs, column_of(number, which), which, sums);
+#else
     u32 all = 0;
 #pragma unroll
     for (i32 m = 0; m < SIXTEENS; m++)
@@ -143,6 +178,7 @@ DEVICE void multiply_unit(const PackedArgs& args, const Unit& unit, const Pairs&
         else
             multiply_half<false>(args, unit, pairs, column, which, sums);
     }
+#endif
 }
 
 DEVICE float value_at(const char* p) { return widen_value(*(const unsigned short*)p); }
@@ -153,6 +189,7 @@ DEVICE float sum_of(const ExpertArgs& args, const char* shared, i32 expert, i32 
     float sum = 0.0f;
 #pragma unroll
     for (i32 w = 0; w < WARPS; w++) sum += sums[w * ROWS * PITCH];
+    sum *= args.product.factor * global_scale(args.product, expert, slot % 16 >= 8);
     i64 row = (i64)expert * args.rows + row_of(args.product, tile, slot / 16, slot % 16);
     return args.product.bias ? sum + value_at(args.product.bias + row * 2) : sum;
 }

@@ -9,6 +9,11 @@
 #define CLAMPED 0
 #endif
 
+// The scale of a whole matrix of an expert: of the first product the gate's, then that of what it multiplies.
+DEVICE float global_scale(const PackedArgs& args, i64 expert, i32 part) {
+    return FORMAT == NVFP4 ? args.row_scale[GATED ? expert * 2 + part : expert] : 1.0f;
+}
+
 // Of a gate's sum and the value's; `args` has alpha and the limit.
 template <typename Args> DEVICE float activate(const Args& args, float gate, float up) {
     if (CLAMPED) {

@@ -1,4 +1,4 @@
-// Products of a mixture of experts with weights in "mxfp4" for one token: the kernel "packed_token" of
+// Products of a mixture of experts with weights in 4-bit floats for one token: the kernel "packed_token" of
 // `experts`. Launched by custom_ops/moe_packed_token.py, once for each of the two products.
 //
 // As ring.cu has it: weights come through a ring in shared memory and the token lies there too, as fp16
@@ -8,7 +8,9 @@
 //
 // The second product reads the choice and starts to copy weights before its wait: the first one lets it
 // start only when the choice is there.
+#ifndef FORMAT
 #define FORMAT MXFP4
+#endif
 #define X_KIND X_SHARED
 #define QUANT SCALED
 #define RING 1
@@ -36,15 +38,17 @@ struct ExpertTokenArgs {
 // Lane l has the l-th chosen expert.
 struct Chosen {
     i32 expert;
-    float weight;
+    float weight, scaled;  // by the scale of the second product's matrix
 
     METHOD void load(const ExpertTokenArgs& args) {
         i32 slot = min(lane_id(), TOP_K - 1);
         expert = load_fresh(args.ids + slot);
         weight = float_of((u32)load_fresh((const i32*)args.weights + slot));
+        scaled = DOWN ? weight * global_scale(args.product, expert, 0) : weight;
     }
     METHOD i32 expert_of(i32 slot) const { return __shfl_sync(FULL, expert, slot); }
     METHOD float weight_of(i32 slot) const { return __shfl_sync(FULL, weight, slot); }
+    METHOD float scaled_weight_of(i32 slot) const { return __shfl_sync(FULL, scaled, slot); }
 };
 
 // Which chosen expert a unit belongs to, the last one behind the end, where x is zero.
@@ -66,9 +70,10 @@ DEVICE void load_token(const ExpertTokenArgs& args, Token& token) {
 // The output of a tile that the thread finishes, or none; the warps take turns.
 DEVICE i32 output_of(i32 count) { return (threadIdx.x + 32 * count) % THREADS; }
 
-// The biases of the output that a thread will finish, as they lie in memory.
+// The biases of the output that a thread will finish, as they lie in memory, and scales of the first product.
 struct Biases {
     unsigned short values[DOWN ? TOP_K : 2];
+    float scales[2];
 
     METHOD void load(const ExpertTokenArgs& args, const Chosen& chosen, i32 item, i32 tile, i32 inside) {
         const PackedArgs& product = args.product;
@@ -77,6 +82,7 @@ struct Biases {
         for (i32 i = 0; i < (DOWN ? TOP_K : 2); i++) {
             i64 expert = chosen.expert_of(DOWN ? i : item / product.num_tiles);
             values[i] = 0;
+            if (!DOWN) scales[i] = global_scale(product, expert, i);
             if (!product.bias || inside >= OUTPUTS || output >= product.num_outputs) continue;
             i64 row = expert * args.rows + output + (DOWN ? 0 : i * product.num_outputs);
             values[i] = *(const unsigned short*)(product.bias + row * 2);
@@ -105,8 +111,9 @@ DEVICE void finish_tile(const ExpertTokenArgs& args, const Chosen& chosen, const
         if (args.product.residual) y += widen_value(*(const unsigned short*)(args.product.residual + (i64)output * 2));
     } else {
         i32 slot = inside / 8 * 16 + inside % 8;
-        float gate = sum_of(place, slot) * scale + widen_value(biases.values[0]);
-        y = activate(args, gate, sum_of(place, slot + 8) * scale + widen_value(biases.values[1]));
+        float gate = sum_of(place, slot) * (scale * biases.scales[0]) + widen_value(biases.values[0]);
+        float up = sum_of(place, slot + 8) * (scale * biases.scales[1]) + widen_value(biases.values[1]);
+        y = activate(args, gate, up);
     }
     i64 row = DOWN ? 0 : item / args.product.num_tiles;
     *(unsigned short*)(args.product.out + (row * args.product.num_outputs + output) * 2) = (unsigned short)round_values(y, 0.0f);
@@ -164,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) expert_token(con
             Sums part;
             part.clear();
             multiply_unit(product, unit, shared, place, number, part);
-            float weight = DOWN ? chosen.weight_of(slot) : 1.0f;
+            float weight = DOWN ? chosen.scaled_weight_of(slot) : 1.0f;
 #pragma unroll
             for (i32 m = 0; m < SIXTEENS; m++)
 #pragma unroll

@@ -117,6 +117,15 @@ DEVICE u32 multiply_pairs(u32 a, u32 b) {
 #endif
     return result;
 }
+DEVICE u32 multiply_add_pairs(u32 a, u32 b, u32 c) {
+    u32 result;
+#if HALF
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+#endif
+    return result;
+}
 DEVICE u32 subtract_pairs(u32 a, u32 b) {
 #if HALF
     return subtract_halves(a, b);

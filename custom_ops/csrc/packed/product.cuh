@@ -19,6 +19,16 @@ DEVICE void multiply_chunk(const PackedArgs& args, const Unit& unit, const char*
     u32 x[EIGHTS][PAIRS];
 #pragma unroll
     for (i32 n = 0; n < EIGHTS; n++) load_x(args, shared, stage, n, number, which, x[n]);
+    float x_sums[PAIRS / 8];  // of a lane's columns, 16 at a time
+    if (LANE_SUMS && OFFSETS)
+#pragma unroll
+        for (i32 first = 0; first < PAIRS; first += 8) {
+            float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (i32 i = first; i < min(first + 8, PAIRS); i += 2)
+                multiply(part, Quad{{0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00}}, x[0][i], x[0][i + 1]);  // by 1
+            x_sums[first / 8] = part[0];
+        }
 #pragma unroll
     for (i32 m = 0; m < SIXTEENS; m++) {
         u32 upper[PAIRS], lower[PAIRS];
@@ -36,6 +46,10 @@ DEVICE void multiply_chunk(const PackedArgs& args, const Unit& unit, const char*
                     multiply(part, Quad{{upper[i], lower[i], upper[i + 1], lower[i + 1]}}, x[0][i], x[0][i + 1]);
                 sums.x[m][0][0] += part[0] * upper_scales[first * SCALES / PAIRS];
                 sums.x[m][0][2] += part[2] * lower_scales[first * SCALES / PAIRS];
+                if (OFFSETS) {
+                    sums.x[m][0][0] += x_sums[first / 8] * widen_value(unit.chunks[m][0][which].zero);
+                    sums.x[m][0][2] += x_sums[first / 8] * widen_value(unit.chunks[m][1][which].zero);
+                }
             }
             continue;
         }

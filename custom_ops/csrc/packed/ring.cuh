@@ -20,7 +20,7 @@ DEVICE void copy_unit(const PackedArgs& args, char* stage, const Rows& at, i32 n
                 u32 place = scale_place(at.scales[m][h], byte * 2);
                 copy_word_async(words + i * THREADS * 4, args.scale + (place & ~3u));
                 if (FORMAT == INT4 && args.zero)
-                    copy_word_async(words + (CHUNKS + i) * THREADS * 4, args.zero + (place / 2 & ~3u));
+                    copy_word_async(words + (CHUNKS + i) * THREADS * 4, args.zero + ((OFFSETS ? place : place / 2) & ~3u));
             }
     }
     if (ROW_BLOCK)
@@ -49,7 +49,9 @@ DEVICE void read_unit(const PackedArgs& args, const char* stage, Unit& unit, con
                     chunk.scale = *(const unsigned char*)(word + (place & 3));
                 else
                     chunk.scale = *(const unsigned short*)(word + (place & 2));
-                if (FORMAT == INT4)
+                if (FORMAT == INT4 && OFFSETS)
+                    chunk.zero = *(const unsigned short*)(words + (CHUNKS + i) * THREADS * 4 + (place & 2));
+                else if (FORMAT == INT4)
                     chunk.zero = args.zero ? *(const unsigned char*)(words + (CHUNKS + i) * THREADS * 4 + (place / 2 & 3)) : 8;
             }
     }

@@ -48,7 +48,8 @@ DEVICE i32 block_of(const PackedArgs& args, i32 number) { return min(number, arg
 
 DEVICE void load_scales(const PackedArgs& args, Chunk& chunk, u32 place) {
     chunk.scale = FORMAT == MXFP4 ? load_byte(args.scale + place) : load_short(args.scale + place);
-    if (FORMAT == INT4) chunk.zero = args.zero ? load_byte(args.zero + place / 2) : 8;
+    if (FORMAT == INT4)
+        chunk.zero = OFFSETS ? load_short(args.zero + place) : args.zero ? load_byte(args.zero + place / 2) : 8;
 }
 
 // A unit of weights to registers.
@@ -132,12 +133,15 @@ DEVICE void widen_chunk(const Chunk& chunk, u32 (&pairs)[PAIRS]) {
 #pragma unroll
     for (i32 i = 0; i < 4; i++) {
         u32 four[4];
-        widen_word(chunk.bytes.x[i], chunk.zero, four);
+        widen_word(chunk.bytes.x[i], OFFSETS ? 8 : chunk.zero, four);
 #pragma unroll
         for (i32 j = 0; j < 4; j++) {
             if (FORMAT == MXFP4 && !LANE_SUMS)
                 four[j] = multiply_pairs(four[j], HALF ? 0x74007400 : 0x7e807e80);  // 2^14 or 2^126
-            pairs[i * 4 + j] = LANE_SUMS ? four[j] : multiply_pairs(four[j], scales[i * SCALES / 4]);
+            if (OFFSETS && !LANE_SUMS)
+                pairs[i * 4 + j] = multiply_add_pairs(four[j], scales[i * SCALES / 4], twice(chunk.zero));
+            else
+                pairs[i * 4 + j] = LANE_SUMS ? four[j] : multiply_pairs(four[j], scales[i * SCALES / 4]);
         }
     }
 #else
