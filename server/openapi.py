@@ -48,6 +48,8 @@ _GET_ROUTES: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
     ("/v1/loads", "Load of the engine", native.Loads),
     ("/console/data", "What the page at / draws", console.ConsoleData),
 )
+# Errors of GET routes, beside 401.
+_GET_ERRORS = {"/server_info": ("403",), "/get_server_info": ("403",), "/console/data": ("400",)}
 # What the events of a stream hold.
 _STREAM_TYPES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/v1/completions": (protocol.CompletionResponse,),
@@ -160,9 +162,9 @@ def _operation(
     else:
         kind = "MessagesError" if path.startswith("/v1/messages") else "ErrorResponse"
         error = {"application/json": {"schema": refs[kind]}}
-        codes = _ERRORS if request else {"401": _ERRORS["401"]}
-        for code, text in codes.items():
-            operation["responses"][code] = {"description": text, "content": error}
+        codes = tuple(_ERRORS) if request else ("401", *_GET_ERRORS.get(path, ()))
+        for code in codes:
+            operation["responses"][code] = {"description": _ERRORS[code], "content": error}
     if path in _OPEN_PATHS:
         operation["security"] = []
     if request is not None:

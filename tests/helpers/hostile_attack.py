@@ -1,7 +1,7 @@
 """The attackers of a hostile run, in a process of their own so that they slow no reader.
 
 Posters send bodies of `hostile_bodies` and `hostile_openapi`; others talk to bare sockets. They go
-on until the time is over, and count every answer.
+on until the time is over, and count every answer. `hostile_schemathesis` attacks beside them.
 """
 
 from __future__ import annotations
