@@ -171,6 +171,7 @@ class EngineServer:
                     events=events,
                     queue_s=self.loop.queue_times.take(),
                     grammar_s=self.loop.take_grammar_waits(),
+                    retracted=self.loop.stats.take_retracted(),
                     control_results=results,
                 )
             )

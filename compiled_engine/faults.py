@@ -108,13 +108,16 @@ def _spoil_cache(loop: StepLoop, row: int) -> None:
 
 def _retract_newest(loop: StepLoop) -> None:
     """What `plan` does to a victim under page pressure."""
-    rows = list(loop.rows_in_use().values())
-    if not rows:
+    in_use = loop.rows_in_use()
+    if not in_use:
         return
+    request_id, row = list(in_use.items())[-1]
     state = loop.executor.state
-    row_state = state.state[rows[-1]]
+    row_state = state.state[row]
     is_resident = (row_state >= PREFILL) & (row_state <= BLOCKED)
     state.num_retractions.add_(is_resident)
+    # Asking the device makes it wait, which a step's own record does not need.
+    loop.stats.note_retracted([request_id] if is_resident else [])
     row_state.copy_(torch.where(is_resident, RETRACTED, row_state))
 
 

@@ -101,13 +101,15 @@ class EngineFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
     `tokens` are those of a step; `events` are those of requests that were refused, and of several
     steps at once. `queue_s` has, for requests that got a row, the seconds they waited for it;
     `grammar_s`, for requests under masks that got a row or ended, those that compiling and making
-    the masks took so far. `start` says where the time of the start went, once.
+    the masks took so far. `retracted` says how often requests were retracted since the frame
+    before. `start` says where the time of the start went, once.
     """
 
     tokens: TokenBatch | None = None
     events: list[TokenEvent] = []
     queue_s: dict[int, float] = {}
     grammar_s: dict[int, float] = {}
+    retracted: dict[int, int] = {}
     control_results: list[ControlResult] = []
     status: EngineStatus | None = None
     fatal: str | None = None

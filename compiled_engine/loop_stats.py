@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from compiled_engine.scheduler.advance import (
     COUNT_CACHED_PAGES,
@@ -10,6 +11,9 @@ from compiled_engine.scheduler.advance import (
     COUNT_FREE_PAGES,
     COUNT_RETRACTIONS,
 )
+
+# Where nobody takes them, they must not pile up.
+MAX_KEPT = 4096
 
 
 @dataclass
@@ -29,15 +33,34 @@ class LoopStats:
     num_pages_active: int = 0
     num_pages_cached: int = 0
     num_pages_free: int = 0
+    _retracted: dict[int, int] = field(default_factory=dict)  # by request id, times
 
-    def take(self, counts: list[int], num_pages: int) -> None:
-        """Reads the gauges out of a record's counts; `num_pages` has the null page in it."""
+    def take(self, counts: list[int], num_pages: int) -> bool:
+        """Reads the gauges out of a record's counts; `num_pages` has the null page in it.
+
+        Returns:
+            Whether requests were retracted since the record before.
+        """
+        is_more = counts[COUNT_RETRACTIONS] > self.num_retractions
         free, cached = counts[COUNT_FREE_PAGES], counts[COUNT_CACHED_PAGES]
         self.num_retractions = counts[COUNT_RETRACTIONS]
         self.num_scheduler_errors = counts[COUNT_ERRORS]
         self.num_pages_cached = cached
         self.num_pages_free = free - cached
         self.num_pages_active = num_pages - 1 - free
+        return is_more
+
+    def note_retracted(self, request_ids: Iterable[int]) -> None:
+        """Each of the requests was retracted once more."""
+        if len(self._retracted) >= MAX_KEPT:
+            self._retracted.clear()
+        for request_id in request_ids:
+            self._retracted[request_id] = self._retracted.get(request_id, 0) + 1
+
+    def take_retracted(self) -> dict[int, int]:
+        """Request id -> how often it was retracted since the last call, of those that were."""
+        taken, self._retracted = self._retracted, {}
+        return taken
 
     def take_forced(self, forced: dict[int, tuple[int, ...]]) -> None:
         """Counts the tokens that grammars forced on requests, by request id."""

@@ -27,7 +27,7 @@ MIN_FREE_RECORDS = 8
 
 (COLUMN_GEN, COLUMN_FLAGS, COLUMN_CACHED, COLUMN_TOKEN) = range(4)
 NUM_COLUMNS = 4
-FLAG_EMITTED, FLAG_FINISHED, FLAG_FREE, FLAG_FAILED = 1, 2, 4, 8
+FLAG_EMITTED, FLAG_FINISHED, FLAG_FREE, FLAG_FAILED, FLAG_RETRACTED = 1, 2, 4, 8, 16
 
 # A poll costs about 0.15 µs: a record that is nearly there is seen at once, a late one cheaply.
 NUM_SPINS = 200
@@ -57,6 +57,7 @@ def pack(record: StepRecord) -> tuple[Tensor, Tensor]:
         + record.is_finished.long() * FLAG_FINISHED
         + record.is_free.long() * FLAG_FREE
         + record.is_failed.long() * FLAG_FAILED
+        + record.is_retracted.long() * FLAG_RETRACTED
     )
     columns = (record.gen.long(), flags, record.num_cached.long(), record.tokens[:, 0].long())
     return torch.stack(columns, 1), record.counts

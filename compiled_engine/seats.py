@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from compiled_engine.outbox import FLAG_EMITTED, NUM_COLUMNS
+from compiled_engine.outbox import (
+    COLUMN_FLAGS,
+    COLUMN_GEN,
+    FLAG_EMITTED,
+    FLAG_RETRACTED,
+    NUM_COLUMNS,
+)
 from compiled_engine.request import Request
 from compiled_engine.sampler import Variant
 
@@ -66,6 +72,17 @@ class SeatColumns:
         """The row is free."""
         self.gens[row] = 0
         self._started = None
+
+    def retracted(self, rows: np.ndarray) -> list[int]:
+        """Ids of the requests whose pages a step took back.
+
+        Args:
+            rows: [R + 1, 4] int64, those of the step's record.
+        """
+        is_retracted = (rows[:-1, COLUMN_FLAGS] & FLAG_RETRACTED) != 0
+        # Rows whose generation differs have not seen their submit yet.
+        is_ours = (self.gens > 0) & (rows[:-1, COLUMN_GEN] == self.gens) & ~self.is_over
+        return list(self.request_ids[is_retracted & is_ours].tolist())
 
     def started(self) -> Started:
         """Kept until a seat changes: most steps ask for the same."""

@@ -70,6 +70,11 @@ class TokenStream(Protocol):
         """Seconds it waited for its grammar and for masks so far; None without any."""
         ...
 
+    @property
+    def num_retractions(self) -> int:
+        """How often its pages were taken back so far."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         """The stream itself."""
         ...
@@ -401,6 +406,10 @@ class IpcEngineClient:
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
                 mailbox.grammar_s = grammar_s
+        for request_id, num_times in frame.retracted.items():
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                mailbox.num_retractions += num_times
         for result in frame.control_results:
             done = self._controls.get(result.call_id)
             if done is not None and not done.done():

@@ -331,6 +331,7 @@ class _Source:
             reason,
             num_tokens=self.run.num_tokens,
             num_cached_tokens=self.run.num_cached_tokens,
+            num_retractions=self.stream.num_retractions,
         )
 
 

@@ -22,6 +22,7 @@ class Mailbox:
     Attributes:
         queue_s: seconds the request waited for a row; None until it has one.
         grammar_s: seconds it waited for its grammar and for masks so far; None without any.
+        num_retractions: how often its pages were taken back so far.
     """
 
     def __init__(self, abort: Callable[[], None]) -> None:
@@ -31,6 +32,7 @@ class Mailbox:
         self._listener: Callable[[TokenEvent], bool] | None = None
         self.queue_s: float | None = None
         self.grammar_s: float | None = None
+        self.num_retractions = 0
         self._is_over = False
         self._is_failed = False
         self._wakeup: asyncio.Future[None] | None = None

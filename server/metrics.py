@@ -97,6 +97,11 @@ class ServerMetrics:
             "Calls whose client left before the answer was complete.",
             registry=self._registry,
         )
+        self.num_retracted = Counter(
+            "compiled_engine:retracted_requests",
+            "Ended sequences whose pages were taken back at least once.",
+            registry=self._registry,
+        )
         self.unknown_fields = Counter(
             "compiled_engine:unknown_request_fields",
             "Request fields that are not known and were not used.",

@@ -50,6 +50,7 @@ class SequenceStats:
         self._longest_gap_s = 0.0
         self._num_tokens = 0
         self._num_cached_tokens = 0
+        self._num_retractions = 0
         self._finish_reason: str | None = None
         self._ended_s: float | None = None
 
@@ -88,15 +89,20 @@ class SequenceStats:
         self._num_tokens += num_tokens
         self._last_s = now_s
 
-    def end(self, reason: str, *, num_tokens: int, num_cached_tokens: int) -> None:
+    def end(
+        self, reason: str, *, num_tokens: int, num_cached_tokens: int, num_retractions: int
+    ) -> None:
         """Notes the end, once: "stop", "length", "abort" or "error"; further calls do nothing."""
         if self._finish_reason is not None:
             return
         self._finish_reason = reason
         self._num_tokens, self._num_cached_tokens = num_tokens, num_cached_tokens
+        self._num_retractions = num_retractions
         self._ended_s = time.perf_counter()
         metrics = self._metrics
         metrics.count_finish(reason)
+        if num_retractions:
+            metrics.num_retracted.inc()
         mean_s = self._mean_s()
         if reason in ("stop", "length"):
             metrics.e2e_s.observe(self._last_s - self._caller.started_s)
@@ -168,6 +174,7 @@ class SequenceStats:
             "prompt_tokens": self._num_prompt_tokens,
             "cached_tokens": num_cached_tokens,
             "generated_tokens": num_tokens,
+            "retracted": self._num_retractions,
             "queue_ms": _milliseconds(self._queue_s),
             "grammar_ms": _milliseconds(self._grammar_s),
             "prefill_ms": _milliseconds(self._prefill_s),

@@ -49,6 +49,7 @@ class StepRecord(NamedTuple):
     is_finished: Tensor  # bool, this step ended the row
     is_failed: Tensor  # bool, likewise, because it got no valid token
     is_free: Tensor  # bool, the row is FREE after this step's plan
+    is_retracted: Tensor  # bool, this step took the row's pages back
     num_cached: Tensor  # i32
     counts: Tensor  # [NUM_COUNTS] i64
 
@@ -106,6 +107,7 @@ def advance(
         is_finished=is_finished,
         is_failed=is_failed,
         is_free=state.state == 0,
+        is_retracted=is_retracted,
         num_cached=state.num_cached.clone(),
         counts=_counts(state, plan),
     )

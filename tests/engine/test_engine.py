@@ -106,8 +106,12 @@ def test_engine_retracted_equals_unretracted(folders, device, engine, chunk, pag
     sizes = {"chunked_prefill_size": chunk, "block_size": page, "max_total_tokens": 160}
     small = tiny_engine(folders["llama"], device=device, **sizes)
     result = run_requests(small, prompts, params)
-    assert small.loop.stats.num_retractions > 0
     assert result.tokens == run_requests(engine, prompts, params).tokens
+    stats = small.loop.stats
+    retracted = stats.take_retracted()
+    assert sum(retracted.values()) == stats.num_retractions > 0
+    assert 0 not in retracted  # the oldest request never gives way
+    assert not stats.take_retracted()
 
 
 def test_engine_burst_computes_shared_prompt_once(engine):

@@ -188,6 +188,7 @@ def test_retraction_at_any_step_changes_no_token(folder, expected, overlap):
         engine.finish()
         assert engine.tokens == expected
         assert engine.loop.stats.num_retractions == 1
+        assert engine.retracted == {len(PROMPTS) - 1: 1}  # the newest
         _is_whole(engine)
 
 

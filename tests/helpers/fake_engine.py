@@ -166,12 +166,14 @@ class FakeEngine:
         tokens_per_event: int = 1,
         delay_s: float = 0.0,
         num_cached_tokens: int = 0,
+        num_retractions: int = 0,
         limits: ModelLimits | None = LIMITS,
     ) -> None:
         self.reply = reply or text_reply("hello")
         self.tokens_per_event = tokens_per_event
         self.delay_s = delay_s
         self.num_cached_tokens = num_cached_tokens
+        self.num_retractions = num_retractions
         self.submitted: list[Request] = []
         self.aborted: list[int] = []
         self.num_tokens_sent = 0
@@ -261,6 +263,7 @@ class _FakeStream:
         self.broken = asyncio.Event()
         self.error: EngineError | None = None
         self.queue_s = 0.001
+        self.num_retractions = engine.num_retractions
         self.grammar_s = 0.002 if request.params.is_masked else None
 
     def __aiter__(self) -> _FakeStream:

@@ -56,7 +56,10 @@ class _FakeLoop:
     def step(self) -> bool:
         """Sends one frame; returns whether it was the last one."""
         frame = EngineFrame(
-            status=self._status, control_results=self._results, queue_s=self._queue_s
+            status=self._status,
+            control_results=self._results,
+            queue_s=self._queue_s,
+            retracted=dict.fromkeys(self._running, 1),
         )
         self._results, self._queue_s = [], {}
         for request_id, (request, count) in list(self._running.items()):

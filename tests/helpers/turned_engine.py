@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class TurnedEngine:
     Attributes:
         tokens: by request id.
         ends: last event by request id.
+        queue_s: what the frames said of it, by request id.
+        retracted: likewise, summed up.
     """
 
     def __init__(self, engine: Engine, fault: Fault | None = None) -> None:
@@ -50,6 +53,7 @@ class TurnedEngine:
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, TokenEvent] = {}
         self.queue_s: dict[int, float] = {}
+        self.retracted: Counter[int] = Counter()
         self._num_read = 0
 
     def turn(self, frame: ClientFrame | None = None) -> None:
@@ -59,6 +63,7 @@ class TurnedEngine:
         self.server._turn()
         for sent in self.channel.sent[self._num_read :]:
             self.queue_s |= sent.queue_s
+            self.retracted.update(sent.retracted)
             for event in (*sent.events, *(sent.tokens or ())):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
                 if event.finish_reason is not None:

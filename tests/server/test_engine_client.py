@@ -162,6 +162,9 @@ def test_control_calls_are_answered_or_refused():
         stream = client.submit(_request(1, max_tokens=1000))
         await anext(stream)
         assert stream.queue_s == 0.25
+        await anext(stream)
+        # Each frame brought one more.
+        assert stream.num_retractions >= 2
         with pytest.raises(ConflictError, match="busy"):
             await client.control("flush_cache")
         client.cancel(1, RequestAbortedError("told to"))

@@ -60,8 +60,23 @@ def test_a_call_logs_one_line_and_each_sequence_one_with_its_costs(caplog):
             "prompt_tokens": str(len(SECRET)),
             "cached_tokens": "3",
             "generated_tokens": "6",
+            "retracted": "0",
         }
     assert SECRET not in caplog.text
+
+
+def test_retractions_of_a_sequence_are_logged_and_counted(caplog):
+    async def body(server: Server):
+        await server.post("/v1/completions", {"prompt": "a", "n": 2})
+        server.engine.num_retractions = 0
+        await server.post("/v1/completions", {"prompt": "a", "stream": True})
+        _, text = await server.get("/metrics")
+        assert re.search(r"^compiled_engine:retracted_requests_total 2\.0$", text, re.M)
+
+    caplog.set_level(logging.INFO)
+    with_server(body, engine=FakeEngine(num_retractions=3))
+    lines = [_fields(line) for line in _lines(caplog, REQUESTS)]
+    assert [line["retracted"] for line in lines] == ["3", "3", "0"]
 
 
 def test_the_wait_for_a_grammar_is_logged_apart_from_the_queue(caplog):

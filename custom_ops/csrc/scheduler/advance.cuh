@@ -11,7 +11,8 @@ constexpr i32 PLACES_SHARED = 28 * 1024;
 // Places of a record, as in compiled_engine/outbox.py and compiled_engine/scheduler/advance.py.
 // A row is gen, flags, num_cached, token.
 constexpr i32 NUM_COUNTS = 10;
-constexpr i64 FLAG_EMITTED = 1, FLAG_FINISHED = 2, FLAG_FREE = 4, FLAG_FAILED = 8;
+constexpr i64 FLAG_EMITTED = 1, FLAG_FINISHED = 2, FLAG_FREE = 4, FLAG_FAILED = 8,
+              FLAG_RETRACTED = 16;
 
 // Records go round in slots of pinned host memory; the host polls the slot's sequence number.
 struct RecordRing {
@@ -135,7 +136,8 @@ DEVICE void advance_state(const State& s, i32 row, RowStep& r) {
 
 DEVICE void write_row(const AdvanceArgs& a, i32 row, const RowStep& r, i64 slot) {
     i64 flags = (r.emit ? FLAG_EMITTED : 0) | (r.is_finished ? FLAG_FINISHED : 0) |
-                (r.state == FREE ? FLAG_FREE : 0) | (r.is_failed ? FLAG_FAILED : 0);
+                (r.state == FREE ? FLAG_FREE : 0) | (r.is_failed ? FLAG_FAILED : 0) |
+                (r.is_victim && r.state == RETRACTED ? FLAG_RETRACTED : 0);
     longlong2* out = (longlong2*)a.record.rows + (slot * (a.state.max_rows + 1) + row) * 2;
     out[0] = {r.gen, flags};
     out[1] = {r.num_cached, r.token};
