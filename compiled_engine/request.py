@@ -93,8 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         frequency_penalty: subtracted once per earlier *generated* occurrence; in [-2, 2].
         presence_penalty: subtracted if the token was *generated* before; in [-2, 2].
         repetition_penalty: divides (or multiplies, if negative) logits of tokens in prompt or
-            output;
-            in (0, 10].
+            output; in [0.001, 10], as a smaller one makes infinities.
         logit_bias: token id -> value added to its logit; values in [-100, 100].
         seed: makes the draw a function of (seed, position); None takes a fresh one.
         stop: strings that end the answer; found by the server in detokenised text.
@@ -142,7 +141,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.001, 10.0)
         if self.seed is not None:
             _check_range("seed", self.seed, SEED_MIN, SEED_MAX)
         if self.max_tokens is not None:

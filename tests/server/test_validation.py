@@ -47,6 +47,7 @@ def test_number_fields_wrong_values_are_refused_by_name():
         )
         for value in (b"-3.5", b'"0.7"', b"true", b"[1]", b"1e30")
     ]
+    cases += [("repetition_penalty", v) for v in (b"0", b"1e-300", b"10.1")]
     cases += [("max_tokens", v) for v in (b"-1", b"0", b"1.5", b"1e30", b"9223372036854775808")]
     cases += [("n", v) for v in (b"0", b"-1", b"17", b"100000", b"1.5", b"true")]
     cases += [("seed", b"9223372036854775808"), ("seed", b'"1"'), ("priority", b"99999")]
