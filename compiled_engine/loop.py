@@ -419,8 +419,7 @@ class StepLoop:
 
     def _take_record(self, record: HostRecord, found: StepLogprobs = NOTHING) -> TokenBatch:
         self._counts = record.counts
-        if self.stats.take(record.counts, self.executor.shape.num_pages):
-            self.stats.note_retracted(self._columns.retracted(record.rows))
+        self.stats.take(record, self.executor.shape.num_pages, self._columns)
         forced = self._grammars.take_tokens(record.rows) if self._grammars.rows else {}
         self.stats.take_forced(forced)
         more = (*found, forced)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from compiled_engine.outbox import HostRecord
 from compiled_engine.scheduler.advance import (
     COUNT_CACHED_PAGES,
     COUNT_ERRORS,
     COUNT_FREE_PAGES,
     COUNT_RETRACTIONS,
 )
+from compiled_engine.seats import SeatColumns
 
 # Where nobody takes them, they must not pile up.
 MAX_KEPT = 4096
@@ -35,20 +37,17 @@ class LoopStats:
     num_pages_free: int = 0
     _retracted: dict[int, int] = field(default_factory=dict)  # by request id, times
 
-    def take(self, counts: list[int], num_pages: int) -> bool:
-        """Reads the gauges out of a record's counts; `num_pages` has the null page in it.
-
-        Returns:
-            Whether requests were retracted since the record before.
-        """
-        is_more = counts[COUNT_RETRACTIONS] > self.num_retractions
+    def take(self, record: HostRecord, num_pages: int, columns: SeatColumns) -> None:
+        """Reads the gauges out of a record; `num_pages` has the null page in it."""
+        counts = record.counts
+        if counts[COUNT_RETRACTIONS] > self.num_retractions:
+            self.note_retracted(columns.retracted(record.rows))
         free, cached = counts[COUNT_FREE_PAGES], counts[COUNT_CACHED_PAGES]
         self.num_retractions = counts[COUNT_RETRACTIONS]
         self.num_scheduler_errors = counts[COUNT_ERRORS]
         self.num_pages_cached = cached
         self.num_pages_free = free - cached
         self.num_pages_active = num_pages - 1 - free
-        return is_more
 
     def note_retracted(self, request_ids: Iterable[int]) -> None:
         """Each of the requests was retracted once more."""

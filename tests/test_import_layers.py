@@ -89,7 +89,6 @@ LAYERS: tuple[Layer, ...] = (
             "jump_forward",
             "thinking",
             "logprobs",
-            "loop_stats",
         ),
         own=True,
         never=("models", "passes", "compile"),
@@ -99,6 +98,7 @@ LAYERS: tuple[Layer, ...] = (
         (
             "pieces",
             "prefix_guess",
+            "loop_stats",
             "seats",
             "logprob_rows",
             "upload",
