@@ -106,6 +106,8 @@ def scale_rows(layer: nn.Linear | QuantLinear, rows: range, factor: float) -> No
         layer.scale[at].copy_(exponents.clamp(0, 254).to(torch.uint8))
     else:
         _scales_of(layer, rows).mul_(factor)
+        if layer.zero is not None and layer.zero.is_floating_point():  # a value, not a code
+            layer.zero[at].mul_(factor)
 
 
 def _scales_of(layer: QuantLinear, rows: range) -> Tensor:

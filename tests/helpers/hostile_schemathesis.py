@@ -111,6 +111,9 @@ class _Attacker:
         except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
             self._target.count(KIND, 0)
             return
+        except requests.RequestException as error:
+            self._target.faults.append(f"{shown} -> {type(error).__name__}: {error}")
+            return
         self._target.count(KIND, answer.status_code)
         try:
             case.validate_response(answer, checks=CHECKS, excluded_checks=_excluded(answer))
