@@ -261,19 +261,32 @@ def _behind_casts(node: Any) -> Any:
     return node
 
 
-def _repeated(node: Any) -> Node | None:
-    """`x` of `repeat_interleave(x, 2)` over the last dim, which may be half of a doubled table."""
+def _behind_clones(node: Any) -> Any:
+    while is_call(node, torch.ops.aten.clone.default):
+        node = args_of(node)[0]
+    return node
+
+
+def _expanded_copy(node: Any) -> tuple[torch.Size, torch.Size, Node] | None:
+    """Of `reshape(expand(unsqueeze(x)))`: its shape, that of the expanded, and the unsqueezed."""
     aten = torch.ops.aten
     if not is_call(node, aten.reshape.default):
         return None
-    shape = value_of(node).shape
-    node = args_of(node)[0]
-    while is_call(node, aten.clone.default):
-        node = args_of(node)[0]
-    if not is_call(node, aten.expand.default):
+    spread = _behind_clones(args_of(node)[0])
+    if not is_call(spread, aten.expand.default):
         return None
-    spread, added = value_of(node).shape, args_of(node)[0]
-    if not is_call(added, aten.unsqueeze.default) or value_of(added).dim() != len(spread):
+    added = args_of(spread)[0]
+    if not is_call(added, aten.unsqueeze.default):
+        return None
+    return value_of(node).shape, value_of(spread).shape, added
+
+
+def _repeated(node: Any) -> Node | None:
+    """`x` of `repeat_interleave(x, 2)` over the last dim, which may be half of a doubled table."""
+    if (copied := _expanded_copy(node)) is None:
+        return None
+    shape, spread, added = copied
+    if value_of(added).dim() != len(spread):
         return None
     source = args_of(added)[0]
     is_last = args_of(added)[1] in (-1, len(spread) - 1) and spread[-1] == 2
@@ -299,19 +312,10 @@ def _doubled(node: Any) -> Node | None:
         is_pair = len(parts) == 2 and parts[0] is parts[1]
         is_last = args_of(node)[1:] in ((-1,), (value_of(node).dim() - 1,))
         return parts[0] if is_pair and is_last else None
-    while is_call(node, aten.clone.default):
-        node = args_of(node)[0]
-    if not is_call(node, aten.reshape.default):
+    if (copied := _expanded_copy(_behind_clones(node))) is None:
         return None
-    shape = value_of(node).shape
-    node = args_of(node)[0]
-    while is_call(node, aten.clone.default):
-        node = args_of(node)[0]
-    if not is_call(node, aten.expand.default):
-        return None
-    spread = value_of(node).shape
-    added = args_of(node)[0]
-    if not is_call(added, aten.unsqueeze.default) or len(spread) != 3 or spread[1] != 2:
+    shape, spread, added = copied
+    if len(spread) != 3 or spread[1] != 2:
         return None
     source = args_of(added)[0]
     is_middle = args_of(added)[1] in (1, -2) and value_of(source).dim() == 2
