@@ -31,7 +31,8 @@ TO_DEVICE, TO_HOST = "Memcpy HtoD", "Memcpy DtoH"
 def copied(work: Callable[[], object], place: Path) -> dict[str, int]:
     """Direction -> bytes that the device's copies moved during `work`, of which nothing is left."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as seen:  # without: a warning of torch's
         work()
         torch.cuda.synchronize()
     trace = place / "trace.json"

@@ -60,9 +60,7 @@ class Call:
         if self.has_zero:
             zero = torch.randint(0, 16, packed.scale.shape, generator=generator).byte().to(device)
         if self.has_offsets:  # of the size of scales, so that none hides the other
-            zero = (torch.randn(packed.scale.shape, generator=generator) * packed.scale).to(
-                self.dtype
-            )
+            zero = normal(*packed.scale.shape) * packed.scale.to(self.dtype)
         is_static = self.activation_format == "fp8_tensor"
         residual = normal(self.num_tokens, self.num_outputs + 8)[:, : self.num_outputs]
         return QuantOperands(
