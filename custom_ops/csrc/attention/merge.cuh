@@ -138,21 +138,24 @@ DEVICE void merge_heads(const DecodeArgs& args, const Parts& parts, i32 token, i
     }
 }
 
-// The results of `count` heads of a token, from `head` on, by a warp.
+// The results of `count` heads of a token, from `head` on, by a warp: as many at once as registers
+// hold with a batch of loads each.
 DEVICE void merge_token(
     const DecodeArgs& args, i32 record, i32 lane_number, i32 head, i32 count) {
     i32 token = __shfl_sync(FULL, record, TOKEN);
 #pragma unroll 1
     while (count > 0) {
         Parts parts = parts_of(args, record, lane_number, head);
-        i32 done = 1;
-        if (parts.count() > 8) {
-            merge_heads<16, 1>(args, parts, token, head);
-        } else if (MERGED_HEADS > 1 && count >= MERGED_HEADS) {
-            merge_heads<8, MERGED_HEADS>(args, parts, token, head);
-            done = MERGED_HEADS;
+        bool is_few = parts.count() <= 8;
+        i32 done = is_few && count >= 4 ? 4 : count >= 2 ? 2 : 1;
+        if (done == 4) {
+            merge_heads<8, 4>(args, parts, token, head);
+        } else if (done == 2) {
+            if (is_few) merge_heads<8, 2>(args, parts, token, head);
+            else merge_heads<16, 2>(args, parts, token, head);
         } else {
-            merge_heads<8, 1>(args, parts, token, head);
+            if (is_few) merge_heads<8, 1>(args, parts, token, head);
+            else merge_heads<16, 1>(args, parts, token, head);
         }
         head += done;
         count -= done;
@@ -220,7 +223,8 @@ struct Merges {
     METHOD void run(const DecodeArgs& args, i32 lane_number, i32 kv_head) const {
         __syncthreads();  // this lane's own parts are written
         // heads of a token that a warp takes: few, while there are warps
-        i32 heads = (end - first) * GROUP <= WARPS ? 1 : min(GROUP, MERGED_HEADS), shares = (GROUP + heads - 1) / heads;
+        i32 heads = min(((end - first) * GROUP + WARPS - 1) / WARPS, min(GROUP, MERGED_HEADS));
+        i32 shares = (GROUP + heads - 1) / heads;
         i32 next = record_of(args, warp_id() / shares);
         Leave leave{nullptr, 0, 0};
         if (HAS_GROUPS && is_grouped) leave = wait_for_groups(args, kv_head);
