@@ -75,8 +75,6 @@ SPLIT_OPS = ("ce::paged_attention", "ce::paged_attention_quant")
 FUSED_OPS = (
     "fused_linear",
     "sparse_mlp",
-    "rope_kv_write",
-    "qk_norm_rope_kv_write",
     "rms_norm",
     "add_rms_norm",
     "silu_and_mul",
@@ -288,11 +286,17 @@ def _grammar_service(config: EngineConfig, settings: Settings) -> GrammarService
 
 
 def kept_ops(device: torch.device) -> frozenset[str]:
-    """Fused ops whose own kernel beats what Inductor makes of their bodies on the device."""
+    """Ops that stay in the graph on the device, where they have a kernel of their own.
+
+    Fused ones, as it beats what Inductor makes of their bodies; and all that write the KV cache:
+    how many pages a GPU has is open while code is made, and Inductor's code would index them with
+    32 bits, for few pages only.
+    """
     if device.type != "cuda":
         return frozenset()
+    writing = {op.name for op in ALL_OPS if op.functional_reference is not None}
     found = {op.name for op in ALL_OPS if has_own_kernel(op.overload, "cuda")}
-    return frozenset(found & set(FUSED_OPS))
+    return frozenset(found & writing.union(FUSED_OPS))
 
 
 def make_executor(

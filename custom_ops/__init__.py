@@ -35,6 +35,7 @@ from compiled_engine.custom_ops.quant import dequantize, quantize
 from compiled_engine.custom_ops.quant_kernels import QUANT_OPS
 from compiled_engine.custom_ops.rope_kv import (
     KV_WRITE,
+    PLAIN_WRITES,
     QK_NORM_ROPE,
     QK_NORM_ROPE_KV_WRITE,
     ROPE,
@@ -65,6 +66,7 @@ ALL_OPS: tuple[OpSpec, ...] = (
     KV_WRITE,
     ROPE_KV_WRITE,
     QK_NORM_ROPE_KV_WRITE,
+    *PLAIN_WRITES.values(),
     ATTENTION_WORK,
     PAGED_ATTENTION,
     PAGED_ATTENTION_QUANT,

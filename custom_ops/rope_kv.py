@@ -6,13 +6,15 @@ operands keep their names in every schema, so a pass can carry functionalised ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops import reference
-from compiled_engine.custom_ops.library import LIBRARY, define_op
+from compiled_engine.custom_ops.library import LIBRARY, OpSpec, define_op
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 4, 2, 16, 4, 6
 
@@ -74,6 +76,17 @@ def _fake_query(q: Tensor, *_: Any) -> Tensor:
     return _contiguous_like(q)
 
 
+def _define_write(schema: str, **kwargs: Any) -> tuple[OpSpec, OpSpec]:
+    """An op that writes the cache, and the same as plain PyTorch, which stays a call in a graph.
+
+    Where the number of pages is open, Inductor's code for such a write would index the cache with
+    32 bits and guard on its size.
+    """
+    name, arguments = schema.split("(", 1)
+    plain = define_op(f"{name}_plain({arguments}", **kwargs, is_expandable=False)
+    return define_op(schema, **kwargs), plain
+
+
 ROPE = define_op(
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor, Tensor)",
     reference=reference.rope,
@@ -87,7 +100,7 @@ QK_NORM_ROPE = define_op(
     fake=_fake_rope,
     example_inputs=_examples("q", "k", "q_weight", "k_weight", "cos", "sin", "eps", "interleaved"),
 )
-KV_WRITE = define_op(
+KV_WRITE, KV_WRITE_PLAIN = _define_write(
     "kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping) -> ()",
     reference=reference.kv_write,
@@ -95,7 +108,7 @@ KV_WRITE = define_op(
     fake=_fake_nothing,
     example_inputs=_examples("k", "v", "k_cache", "v_cache", "slot_mapping"),
 )
-ROPE_KV_WRITE = define_op(
+ROPE_KV_WRITE, ROPE_KV_WRITE_PLAIN = _define_write(
     "rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, "
     "Tensor(b!) v_cache, Tensor slot_mapping, bool interleaved=False) -> Tensor",
     reference=reference.rope_kv_write,
@@ -105,7 +118,7 @@ ROPE_KV_WRITE = define_op(
         "q", "k", "v", "cos", "sin", "k_cache", "v_cache", "slot_mapping", "interleaved"
     ),
 )
-QK_NORM_ROPE_KV_WRITE = define_op(
+QK_NORM_ROPE_KV_WRITE, QK_NORM_ROPE_KV_WRITE_PLAIN = _define_write(
     "qk_norm_rope_kv_write(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, "
     "Tensor cos, Tensor sin, float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor slot_mapping, bool interleaved=False) -> Tensor",
@@ -117,6 +130,17 @@ QK_NORM_ROPE_KV_WRITE = define_op(
         "slot_mapping", "interleaved",
     ),
 )  # fmt: skip
+
+PLAIN_WRITES: Mapping[str, OpSpec] = MappingProxyType(
+    {
+        op.name: plain
+        for op, plain in (
+            (KV_WRITE, KV_WRITE_PLAIN),
+            (ROPE_KV_WRITE, ROPE_KV_WRITE_PLAIN),
+            (QK_NORM_ROPE_KV_WRITE, QK_NORM_ROPE_KV_WRITE_PLAIN),
+        )
+    }
+)
 
 
 def _on_cuda(name: str) -> None:

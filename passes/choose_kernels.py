@@ -7,7 +7,7 @@ The registry decides from device, dtype and shapes, once, while the graph is tra
 number of tokens varies within the graph, the op itself takes the best for each, unless an option
 asks for something: then the argument is a list by tokens (`registry.by_tokens`). A plugin's kernel
 is called in the place of the op. An op without such an argument that an option wants in plain torch
-becomes its body.
+becomes its body; on a GPU one that writes the KV cache becomes a call of it.
 Conditions: none. Numerics: as the chosen kernel's.
 """
 
@@ -29,6 +29,7 @@ from compiled_engine.custom_ops.registry import (
     Target,
     names_by_tokens,
 )
+from compiled_engine.custom_ops.rope_kv import PLAIN_WRITES
 from compiled_engine.errors import ConfigError
 from compiled_engine.passes.pattern import (
     UNBOUNDED,
@@ -79,7 +80,8 @@ def apply(
             if on_choice is not None:
                 on_choice(node, family, choices)
             if is_asked and choices:
-                matches += _write(graph, node, family, registry, choices)
+                device = target.device_type if target else arguments[family.main].device.type
+                matches += _write(graph, node, family, registry, choices, device)
     return matches
 
 
@@ -204,6 +206,7 @@ def _write(
     family: KernelFamily,
     registry: KernelRegistry,
     choices: tuple[tuple[int, Choice], ...],
+    device_type: str,
 ) -> bool:
     """Writes what was chosen into the graph; whether that was a name or another op."""
     found = {choice.candidate.name: choice.candidate for _, choice in choices}
@@ -223,12 +226,16 @@ def _write(
         node.update_kwarg("impl", names_by_tokens(names) if is_open else names[0][1])
         return True
     if len(found) == 1 and next(iter(found.values())).priority is Priority.REFERENCE:
+        plain = PLAIN_WRITES.get(family.op.name)
+        if plain is not None and device_type == "cuda":  # see `_define_write` there
+            _call_instead(node, plain.overload)
+            return True
         return _inline(graph, node, family)
     return False
 
 
 def _call_instead(node: Node, launch: Any) -> None:
-    """The plugin's op takes the place of ours."""
+    """Another op takes the place of ours: a plugin's, or plain PyTorch."""
     if node.target in (launch, None):
         return
     kwargs = {name: value for name, value in node.kwargs.items() if name != "impl"}

@@ -176,7 +176,8 @@ class PassPipeline(CustomGraphPass):
     def _expand(self, graph: Graph) -> int:
         expanded = 0
         for op in ALL_OPS:
-            if op.functional_reference is not None and op.name not in self.kept_ops:
+            is_mutable = op.functional_reference is not None
+            if is_mutable and op.is_expandable and op.name not in self.kept_ops:
                 expanded += _expand_mutable(graph, op)
         for _, found in self._expanders:
             expanded += found.apply(graph)
@@ -190,6 +191,7 @@ def _asked_plain(registry: KernelRegistry) -> frozenset[str]:
         for family in families.FAMILIES
         if not family.has_impl
         and family.op.is_expandable
+        and family.op.functional_reference is None  # `choose_kernels` has a plain call of these
         and registry.override(family.family, family.mode) == "torch"
     )
 

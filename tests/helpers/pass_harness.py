@@ -24,7 +24,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_engine.counters import CompileCounters
-from compiled_engine.custom_ops.registry import KernelRegistry
+from compiled_engine.custom_ops.registry import KernelRegistry, Target
 from compiled_engine.passes.dump import GraphDump
 from compiled_engine.passes.pattern import functionalized_calls
 from compiled_engine.passes.pipeline import PassPipeline
@@ -62,12 +62,14 @@ class Harness:
         kept_ops: fused ops that stay in the graph.
         dump: gets the graphs.
         registry: chooses kernels; one without overrides if not given.
+        target: what code is made for, if that is not the device of the inputs.
     """
 
     disabled: tuple[str, ...] = ()
     kept_ops: frozenset[str] = frozenset()
     dump: GraphDump | None = None
     registry: KernelRegistry | None = None
+    target: Target | None = None
     captures: list[Captured] = field(default_factory=list)
 
     def run(self, function: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> Captured:
@@ -80,6 +82,7 @@ class Harness:
             on_pass=counters.count_pass,
             dump=self.dump,
             registry=self.registry,
+            target=self.target,
         )
         graphs: list[Graph] = []
 

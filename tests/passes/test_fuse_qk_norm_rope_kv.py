@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from compiled_engine.custom_ops import kv_write, qk_norm_rope, rope
+from compiled_engine.custom_ops.kernels import make_registry
+from compiled_engine.custom_ops.registry import Target
+from compiled_engine.engine import kept_ops
 from compiled_engine.passes.fuse_qk_norm_rope_kv import NAME
 from tests.helpers.pass_harness import Captured, Harness, calls_of, ce, item, op_counts
 
@@ -239,3 +242,28 @@ def test_caches_given_the_other_way_round_keep_their_roles():
     for kept in (frozenset[str](), KEPT):
         found, _ = run(swapped, Harness(kept_ops=kept))
         assert found.matches(NAME) == 1
+
+
+# --- on a GPU, where the number of pages is open --------------------------------------------------
+
+
+def harness_of_a_gpu(*overrides: str, disabled: tuple[str, ...] = ()) -> Harness:
+    return Harness(
+        disabled=disabled,
+        kept_ops=kept_ops(torch.device("cuda")),
+        registry=make_registry(overrides),
+        target=Target("cuda", 90),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("overrides", [(), ("rope_kv=torch",)], ids=["chosen", "plain"])
+@pytest.mark.parametrize("disabled", [(), (NAME,)], ids=["on", "off"])
+def test_on_a_gpu_no_code_of_the_compiler_writes_the_caches(family, overrides, disabled):
+    function, fused_name = FAMILIES[family]
+    harness = harness_of_a_gpu(*overrides, disabled=disabled)
+    found, _ = run(function, harness, dtype=torch.bfloat16)
+    write = "kv_write" if disabled else fused_name
+    assert op_counts(found.after) == {f"{write}_plain" if overrides else write: 1}
+    indexed = [n for n in found.after.nodes if "index_put" in str(n.target)]
+    assert not indexed, "code of the compiler's own would index the caches with 32 bits"
