@@ -66,8 +66,8 @@ def before_torch(config: EngineConfig) -> list[Beside]:
     loaded, and making the GPU's context.
     """
     begun = []
-    if config.load_format != "dummy" and Path(config.model).is_dir():
-        folder = Path(config.model)
+    folder = Path(config.model).expanduser()
+    if config.load_format != "dummy" and os.path.isdir(folder):
         begun.append(Beside("weights, read", lambda: read_ahead(folder), is_awaited=False))
     if config.device != "cpu" and _torch_has_cuda():
         # Awaited: a process that ends while the driver starts may end by a signal.

@@ -38,6 +38,11 @@ GPU_MODULES = (
 )
 
 
+def step_modules(device: torch.device) -> tuple[str, ...]:
+    """Names of modules that the first steps import; none of them waits for a later one."""
+    return GPU_MODULES if device.type == "cuda" else ()
+
+
 @contextmanager
 def working_beside(
     config: EngineConfig, device: torch.device, times: StartTimes, meter: StartMeter
@@ -50,8 +55,10 @@ def working_beside(
         times: get the wait.
         meter: gets what they took.
     """
-    modules = GPU_MODULES if device.type == "cuda" else ()
-    begun = [Beside("kernel modules", partial(import_quietly, modules))]
+    begun = []
+    modules = step_modules(device)
+    if modules:
+        begun.append(Beside("kernel modules", partial(import_quietly, modules)))
     folder = Path(config.tokenizer or config.model).expanduser().resolve()
     if (folder / "tokenizer.json").exists():  # transformers' imports would only take turns
         begun.append(Beside("tokenizer", partial(read_vocabulary, config, folder)))

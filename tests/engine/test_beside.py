@@ -98,6 +98,7 @@ def test_imports_and_tokenizer_are_had_beside_the_load(folder, monkeypatch):
 
     monkeypatch.setattr(engine, "_load_model", noted_load)
     monkeypatch.setattr(engine, "resolve", noted_resolve)
+    monkeypatch.setattr(beside_load, "step_modules", lambda device: ("a_module",))
     monkeypatch.setattr(beside_load, "import_quietly", slow("beside"))
     monkeypatch.setattr(beside_load, "read_vocabulary", slow("beside"))
     made = tiny_engine(folder)
