@@ -26,6 +26,7 @@ import torch
 
 from compiled_engine.build_parts import list_parts
 from compiled_engine.cache_folders import write_problem
+from compiled_engine.compile.torch_compat import changed_options
 from compiled_engine.config import EngineConfig, config_to_json
 from compiled_engine.key_parts import keeps_pieces
 from compiled_engine.models import HfModelConfig
@@ -193,8 +194,11 @@ def is_missing(config: EngineConfig) -> bool:
 
 
 def missing_parts(config: EngineConfig) -> list[tuple[str, str]]:
-    """What a start would make that can be kept, and made by another process, and why."""
-    if not keeps_pieces(config) or write_problem(Path(config.cache_dir)):
+    """What a start would make that can be kept, and made by another process, and why.
+
+    Nothing where this process has set options of the compilers: another one does not have them.
+    """
+    if not keeps_pieces(config) or changed_options() or write_problem(Path(config.cache_dir)):
         return []
     from compiled_engine.start_check import check_start
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from compiled_engine.beside_load import working_beside
 from compiled_engine.build_ahead import BuildProcesses, building_ahead, is_missing, num_jobs
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.graphs import StepGraphs
@@ -133,7 +134,7 @@ def build_engine(
     is_later = config.compile_mode == "eager-first" and is_missing(here)
     noting = (meter.note_missing, meter.note_made)
     with building_ahead(here, device, report, *noting) as wait_for_build:
-        with driver.times.measure("load"):
+        with driver.times.measure("load"), working_beside(here, device, driver.times, meter):
             model_config = model_config_of(config, folder, Target.of(device))
             model = loaded or _load_model(config, model_config, folder, device, progress)
         with driver.times.measure(AHEAD):

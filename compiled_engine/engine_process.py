@@ -1,27 +1,26 @@
 """The engine process: builds an engine, runs its loop, speaks frames with the API process.
 
-Run as `python -m compiled_engine.engine_process ENDPOINT CONFIG_JSON PARENT_PID`. The API process
-binds the endpoint. Exit codes: 0 asked to stop, 2 the configuration cannot work (the last frame
-says why), 4 the engine failed (likewise), 5 the API process is gone. Faults on purpose: `faults`.
+`engine_start` is its entry; the API process binds the endpoint. Exit codes: 0 asked to stop, 2 the
+configuration cannot work (the last frame says why), 4 the engine failed (likewise), 5 the API
+process is gone. Faults on purpose: `faults`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from compiled_engine.config import EngineConfig, LoadFormat, config_from_json
+from compiled_engine.beside import Beside
+from compiled_engine.config import EngineConfig, LoadFormat
 from compiled_engine.device import device_note
 from compiled_engine.engine import Engine, build_engine
 from compiled_engine.errors import ConfigError, EngineError, InvalidRequestError
@@ -318,8 +317,17 @@ class EngineServer:
         status.num_recompiles = self.engine.driver.refresh().num_recompiles
 
 
-def serve(endpoint: str, config: EngineConfig, parent_pid: int) -> int:
-    """Builds and runs the engine; returns the process's exit code."""
+def serve(
+    endpoint: str, config: EngineConfig, parent_pid: int, begun: Sequence[Beside] = ()
+) -> int:
+    """Builds and runs the engine; returns the process's exit code.
+
+    Args:
+        endpoint: address that the API process binds.
+        config: of the engine.
+        parent_pid: the API process.
+        begun: what already runs beside, for the start table.
+    """
     channel = Channel(endpoint, parent_pid)
 
     def report(phase: str, label: str, done: int, total: int) -> None:
@@ -333,6 +341,7 @@ def serve(endpoint: str, config: EngineConfig, parent_pid: int) -> int:
         imports = StartPhase(name="imports", seconds=process_age_s())
         engine = build_engine(config, report)
         engine.start.insert(0, imports)
+        engine.start += [part.phase for part in begun]
         EngineServer(engine, channel, fault).run()
     except ConfigError as error:
         channel.send(EngineFrame(fatal=error.message))
@@ -361,17 +370,3 @@ def _find_folders(
     # A converted GGUF file is a folder of safetensors from here on.
     load_format: LoadFormat = "auto" if config.load_format == "gguf" else config.load_format
     return replace(config, model=str(folder), tokenizer=tokenizer, load_format=load_format)
-
-
-def main() -> int:
-    """Entry point of the process."""
-    # Ctrl-C reaches the whole group; the API process drains and then says so in a frame.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    level = os.environ.get("COMPILED_ENGINE_LOG_LEVEL", "INFO").upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    endpoint, config, parent_pid = sys.argv[1:4]
-    return serve(endpoint, config_from_json(config), int(parent_pid))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

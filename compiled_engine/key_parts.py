@@ -15,6 +15,7 @@ from typing import Any
 from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.fingerprint import fixed_parts, source_files, version_parts
 from compiled_engine.compile.start_key import StartKey
+from compiled_engine.compile.torch_compat import changed_options
 from compiled_engine.config import EngineConfig
 from compiled_engine.models import HfModelConfig, ModelConfig
 from compiled_engine.scheduler.state import SchedulerShape
@@ -150,7 +151,7 @@ def shape_parts(
 
 
 def driver_parts(driver: CompileDriver) -> dict[str, str]:
-    """Passes, kernels and compiler options."""
+    """Passes, kernels, and options of the compilers, those set from Python too."""
     overrides, objective, plugins, generation = driver.registry.fingerprint
     return {
         "flags.disabled_passes": _words(sorted(driver.disabled_passes)),
@@ -160,6 +161,7 @@ def driver_parts(driver: CompileDriver) -> dict[str, str]:
         "flags.kernel_plugins": str(plugins),
         "flags.kernel_measurements": str(generation),
         "flags.inductor": str(sorted(driver.options.items())),
+        **{f"compilers.{name}": value for name, value in changed_options().items()},
     }
 
 

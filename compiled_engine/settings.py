@@ -5,7 +5,10 @@ Owns the defaults that depend on both: lengths, rows, pages, token buckets, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -417,9 +420,9 @@ def _vocabulary(
     """
     vocab_size, ends = model_config.vocab_size, model_config.eos_token_ids
     if has_tokenizer(folder):
-        tokenizer = Tokenizer.from_folder(folder, trust_remote_code=config.trust_remote_code)
-        vocab_size = min(tokenizer.vocab_size, vocab_size)
-        ends = tuple(dict.fromkeys((*ends, *tokenizer.eos_token_ids)))
+        num_ids, own_ends = read_vocabulary(config, folder)
+        vocab_size = min(num_ids, vocab_size)
+        ends = tuple(dict.fromkeys((*ends, *own_ends)))
     # Ids beyond the vocabulary are never chosen, so they end nothing.
     ends = tuple(token_id for token_id in ends if 0 <= token_id < vocab_size)
     if len(ends) > MAX_EOS_TOKEN_IDS:
@@ -428,3 +431,31 @@ def _vocabulary(
             param="eos_token_id",
         )
     return vocab_size, ends
+
+
+def read_vocabulary(config: EngineConfig, folder: Path) -> tuple[int, tuple[int, ...]]:
+    """How many ids the tokenizer in `folder` knows, and which end an answer.
+
+    A start asks several times, of files that take part of a second to read: the last answer is
+    kept while the folder stays as it is.
+
+    Raises:
+        ConfigError: as `Tokenizer.from_folder`.
+    """
+    return _read_vocabulary(folder, tuple(sorted(_files(folder))), config.trust_remote_code)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Name, time of change and size of each."""
+    for entry in os.scandir(folder):
+        with suppress(OSError):  # a link that leads nowhere
+            found = entry.stat()
+            yield entry.name, found.st_mtime_ns, found.st_size
+
+
+@functools.lru_cache(maxsize=1)
+def _read_vocabulary(
+    folder: Path, state: tuple[tuple[str, int, int], ...], trust_remote_code: bool
+) -> tuple[int, tuple[int, ...]]:
+    tokenizer = Tokenizer.from_folder(folder, trust_remote_code=trust_remote_code)
+    return tokenizer.vocab_size, tokenizer.eos_token_ids

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from compiled_engine.beside import Beside
 from compiled_engine.build_cache import BuildTotals, build_totals, triton_totals
 from compiled_engine.cache_folders import CUBINS, KERNELS, LIBRARIES, PRODUCTS
 from compiled_engine.compile.driver import CompileDriver
@@ -62,7 +63,11 @@ class StartMeter:
 
     def note_made(self, phases: Iterable[StartPhase]) -> None:
         """What those processes did, all together."""
-        self._made = [replace(phase, name=f"- {phase.name}") for phase in phases]
+        self._made += [replace(phase, name=f"- {phase.name}") for phase in phases]
+
+    def note_beside(self, parts: Iterable[Beside]) -> None:
+        """What threads did beside the start."""
+        self._made += [part.phase for part in parts]
 
     def phases(self, driver: CompileDriver) -> list[StartPhase]:
         """The rows, at the end of the start; phases of no time and no count are left out."""

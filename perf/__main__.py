@@ -2,7 +2,8 @@
 
 run      measures a scenario, or a suite of them, and appends rows to perf/results/<machine>/
 check    exit code 1 if the newest run of a row is worse, or better, than what was recorded, or
-         misses a target where nothing was; lists what is unguarded; --suite ci measures anew
+         misses a target where nothing was; lists what is unguarded; --suite ci measures anew,
+         others look at what was run on this machine, say what never was, and fail if nothing was
 record   makes what runs have reached, and the margin they give, the expectation; --history does
          so for a device with a name, of which few runs of one commit exist, and takes rows that
          are worse than what was recorded only with --accept
@@ -242,17 +243,35 @@ def check_command(
     """Judges one scenario, or those of a suite that were run on this machine."""
     if args.suite is None:
         return check(newest(rows, args.scenario), recorded.get(args.scenario, {}))
-    failed = False
-    for scenario in scenarios_of(args.suite):
+    failed: list[str] = []
+    absent: list[str] = []
+    scenarios = scenarios_of(args.suite)
+    for scenario in scenarios:
         run = newest(rows, scenario)
         if scenario == "ci":
             run, _ = measure(scenario, vars(args))
         elif not run:
             print(f"{scenario}: never run on this machine")
+            absent.append(scenario)
             continue
         print(f"-- {scenario}")
-        failed |= bool(check(run, recorded.get(scenario, {}), is_whole=scenario == "ci"))
-    return int(failed)
+        if check(run, recorded.get(scenario, {}), is_whole=scenario == "ci"):
+            failed.append(scenario)
+    print(suite_line(args.suite, scenarios, failed, absent))
+    return int(bool(failed) or absent == scenarios)
+
+
+def suite_line(
+    suite: str, scenarios: Sequence[str], failed: Sequence[str], absent: Sequence[str]
+) -> str:
+    """The last line of a suite's check: what failed, and what nobody can have seen fail."""
+    num_run = len(scenarios) - len(absent)
+    parts = [f"{suite}: {num_run} of {len(scenarios)} scenarios have run on this machine"]
+    if num_run:
+        parts.append(f"failed: {', '.join(failed) or 'none'}")
+    if absent:
+        parts.append(f"never run here, so unguarded: {', '.join(absent)}")
+    return "; ".join(parts)
 
 
 def scenarios_of(suite: str) -> list[str]:

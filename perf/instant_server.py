@@ -23,8 +23,9 @@ from aiohttp import web
 
 from compiled_engine.config import ServerConfig
 from compiled_engine.ipc import new_endpoint, remove_endpoint
-from compiled_engine.server.app import bind_socket, make_app, run_server
+from compiled_engine.server.app import make_app, run_server
 from compiled_engine.server.engine_client import IpcEngineClient
+from compiled_engine.server.sockets import bind_socket
 from compiled_engine.tokenizer import Tokenizer
 from perf.instant_engine import InstantEngine
 

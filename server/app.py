@@ -1,7 +1,7 @@
 """The aiohttp application and its life: routes, middlewares, start, graceful stop.
 
-Owns who is let in and what every error becomes. The port is bound by `bind_socket` before the model
-is loaded; the engine client is handed in. Exit codes of `serve_app`: 0 after a clean stop,
+Owns who is let in and what every error becomes. The bound port and the engine client are
+handed in. Exit codes of `serve_app`: 0 after a clean stop,
 `EXIT_ENGINE_DIED` if the engine process died, 128 + signal number after a second signal.
 """
 
@@ -25,7 +25,6 @@ from aiohttp.typedefs import Handler
 from compiled_engine.config import EngineConfig, ServerConfig
 from compiled_engine.errors import (
     AuthenticationError,
-    ConfigError,
     EngineError,
     ForbiddenError,
     InvalidRequestError,
@@ -45,6 +44,7 @@ from compiled_engine.server.messages import count_tokens, create_message
 from compiled_engine.server.messages_protocol import messages_error_response
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.response_store import RESPONSES, ResponseStore
+from compiled_engine.server.sockets import BACKLOG
 from compiled_engine.server.sse import error_response
 from compiled_engine.server.state import STATE, ServerState
 from compiled_engine.server.validation import default_sampling_params
@@ -57,7 +57,6 @@ EXIT_ENGINE_DIED = 3
 # After the engine's death the server still answers 503 for a while, so that clients and probes see
 # the reason and not a closed port.
 DEATH_LINGER_S = 3.0
-_BACKLOG = 1024
 # For a connection without a request, and for the head of one that does not arrive.
 _IDLE_TIMEOUT_S = 120.0
 _POLL_S = 0.05
@@ -307,35 +306,6 @@ async def _check_api_key(request: web.Request, handler: Handler) -> web.StreamRe
     )
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before the model is loaded; port 0 takes a free one.
-
-    Who connects before `serve_app` runs waits in its queue.
-
-    Raises:
-        ConfigError: the address cannot be bound; one line saying why.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"--host {host} is no address: {error.strerror}", param="host") from error
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        # Two processes may bind one address until one of them listens: only this takes the port.
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; --port takes another one",
-            param="port",
-        ) from error
-    return sock
-
-
 class _Signals:
     """Counts SIGINT and SIGTERM while the server runs."""
 
@@ -384,7 +354,7 @@ async def serve_app(
 
     Args:
         app: from `make_app`.
-        sock: from `bind_socket`; closed at the end.
+        sock: from `sockets.bind_socket`; closed at the end.
         config: the drain's deadline.
         on_started: called once the port answers; the engine may still be loading.
         on_ready: called once the engine takes requests.
@@ -402,7 +372,7 @@ async def serve_app(
     signals.install(loop)
     try:
         await runner.setup()
-        await web.SockSite(runner, sock, backlog=_BACKLOG).start()
+        await web.SockSite(runner, sock, backlog=BACKLOG).start()
         if on_started is not None:
             on_started()
         state = app[STATE]

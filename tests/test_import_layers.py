@@ -53,6 +53,7 @@ BASE = (
     "start_times",
     "trusted_files",
     "settings_file",
+    "beside",
 )
 # Triton loads it by its name, when it first looks for a kernel.
 OF_TRITON = ("triton_cache",)
@@ -134,6 +135,8 @@ LAYERS: tuple[Layer, ...] = (
             "quant_report",
             "engine",
             "engine_process",
+            "engine_start",
+            "beside_load",
             "faults",
             "profiler",
             "llm",

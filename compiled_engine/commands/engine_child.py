@@ -14,7 +14,7 @@ KILL_AFTER_S = 3.0
 
 
 class EngineChild:
-    """`python -m compiled_engine.engine_process`; its output goes where ours goes.
+    """`python -m compiled_engine.engine_start`; its output goes where ours goes.
 
     It has a process group of its own, so that Ctrl-C reaches only the API process, which drains.
 
@@ -27,7 +27,7 @@ class EngineChild:
         self._command = [
             sys.executable,
             "-m",
-            "compiled_engine.engine_process",
+            "compiled_engine.engine_start",
             endpoint,
             config_to_json(config),
             str(os.getpid()),

@@ -1,8 +1,8 @@
 """Serve a model through an OpenAI-compatible API.
 
 Joins the API process (this one, without torch) and the engine process: binds the port first, starts
-the engine, shows how far it is, loads the tokenizer meanwhile, and ends both. Does not own the
-server (`server`) nor the engine.
+the engine, imports the server and loads the tokenizer meanwhile, shows how far it is, and ends
+both. Does not own the server (`server`) nor the engine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from compiled_engine.commands.progress import stderr_console
     from compiled_engine.commands.settings_table import print_settings
-    from compiled_engine.server.app import bind_socket
+    from compiled_engine.server.sockets import bind_socket
     from compiled_engine.server.tracing import load_tracing
 
     tracing = load_tracing(server_config.otlp_traces_endpoint)
@@ -106,16 +106,18 @@ class _Session:
     def run(self, sock: Any) -> int:
         """Exit code of the command."""
         from compiled_engine.commands.engine_child import EngineChild
-        from compiled_engine.commands.served_engine import ServedEngine
         from compiled_engine.ipc import new_endpoint, remove_endpoint
-        from compiled_engine.server.app import make_app, run_server
-        from compiled_engine.server.state import STATE
 
         self._url = _url_of(sock)
         endpoint = new_endpoint()
         child = EngineChild(endpoint, self.engine_config)
         can_obey = False
         try:
+            # Most of a second of imports, which the engine's own run beside.
+            from compiled_engine.commands.served_engine import ServedEngine
+            from compiled_engine.server.app import make_app, run_server
+            from compiled_engine.server.state import STATE
+
             client = ServedEngine(
                 endpoint,
                 child,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -82,6 +82,46 @@ def compile_seconds() -> dict[str, float]:
         "inductor": max(0.0, backend - wait),
         "compilers": wait,
     }
+
+
+def changed_options() -> dict[str, str]:
+    """Options of the compilers that this process has set from Python: "inductor.<name>" -> value.
+
+    Those that are set by a variable are not among them: `fingerprint.environment_parts` has them,
+    whether or not a compiler is loaded; nor are those that Inductor itself takes for harmless.
+    Modules of options that nobody has loaded are at their defaults and stay unloaded.
+    """
+    found = {}
+    for name in ("inductor", "dynamo", "functorch"):
+        config: Any = sys.modules.get(f"torch._{name}.config")
+        if config is None:
+            continue
+        ignored = getattr(config, "_cache_config_ignore_prefix", ())
+        harmless = tuple(n for n in ignored if "custom" not in n)  # passes matter
+        # `_get_dict`, `_config` and the fields of its entries: seen in 2.13.
+        for option, value in config._get_dict(skip_default=True).items():
+            entry = config._config[option]
+            given = (entry.default, entry.env_value_force, entry.env_value_default)
+            is_changed = not any(value is known or value == known for known in given)
+            if is_changed and not option.startswith(("_", *harmless)):
+                found[f"{name}.{option}"] = _spelled(value)
+    return found
+
+
+def _spelled(value: object) -> str:
+    """A value's text, without an address in it."""
+    if isinstance(value, (str, int, float, NoneType)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_spelled, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_spelled, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_spelled(k)}: {_spelled(v)}' for k, v in value.items())}}}"
+    if hasattr(value, "uuid"):  # of Inductor's custom passes
+        return f"{type(value).__qualname__} {value.uuid()!r}"
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def raw_stream(device_index: int) -> int:

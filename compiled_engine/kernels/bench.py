@@ -35,7 +35,8 @@ class Timing:
 
     Attributes:
         place, case, name: family and mode, shape, candidate.
-        us: median time of a call; None if it did not run.
+        us: time of a call: median of the repeats, on a CPU the least; None if it did not run.
+        repeats_us: each of them.
         tb_s, tflop_s: bytes moved and operations done in that time.
         share: of the ceiling: the least time of the call over its time.
         bound: "bytes" or "operations", which the least time comes from.
@@ -46,6 +47,7 @@ class Timing:
     case: str
     name: str
     us: float | None
+    repeats_us: tuple[float, ...] = ()
     tb_s: float = 0.0
     tflop_s: float = 0.0
     share: float = 0.0
@@ -147,7 +149,8 @@ def _time_case(
             yield Timing(**blank, us=None, reason=f"{type(error).__name__}: {error}")
             continue
         best = min(taken) if device.type == "cpu" else statistics.median(taken)
-        yield _timing(blank, best * 1e-3, cost, ceilings)
+        repeats = {"repeats_us": tuple(ms * 1e3 for ms in taken)}
+        yield _timing(blank | repeats, best * 1e-3, cost, ceilings)
 
 
 def _timing(blank: dict[str, Any], seconds: float, cost: Cost, ceilings: Ceilings) -> Timing:

@@ -16,6 +16,7 @@ from compiled_engine.custom_ops.kernels import CANDIDATES, make_registry
 from compiled_engine.custom_ops.registry import Candidate, KernelRegistry, Priority
 from compiled_engine.kernels import bench, ceilings, check
 from compiled_engine.kernels.ceilings import Ceilings
+from perf import cpu_ops
 
 DEVICE = torch.device("cpu")
 GATES = ("silu_and_mul", "gelu_and_mul", "swiglu_clamped")
@@ -182,6 +183,35 @@ def test_bench_measures_ceilings_and_shares(capsys, monkeypatch):
     (norm,) = [t for t in ran if t["place"] == "norm.rms_norm"]
     assert norm["tb_s"] * norm["us"] * 1e6 == pytest.approx((2 * 3 * 576 + 576) * 4)
     assert {entry["place"] for entry in document["fastest"]} == {t["place"] for t in ran}
+
+
+def test_rows_of_a_bench_keep_its_repeats(monkeypatch):
+    taken = [3e-3, 2e-3, 8e-3]
+    monkeypatch.setattr(bench, "calls_ms", lambda calls, *_, **__: taken)
+    shapes = dataclasses.replace(check.SMALL["cpu"], dtype=torch.float32)
+    options = bench.Options(shapes=shapes, num_tokens=(2,), only="norm.rms_norm")
+    timings = bench.bench_kernels(make_registry(), DEVICE, Ceilings(1e12, 1e13), options)
+    left_out = next(t for t in timings if t.us is None)
+    assert left_out.repeats_us == ()
+    ran = next(t for t in timings if t.us is not None)
+    assert ran.us == pytest.approx(2.0)
+    time, share, moved, _ = cpu_ops.rows(dataclasses.asdict(ran))
+    assert time.values == pytest.approx([3.0, 2.0, 8.0])
+    assert share.values == pytest.approx([ran.share * 2 / 3, ran.share, ran.share / 4])
+    assert moved.values[0] * time.values[0] == pytest.approx(ran.tb_s * 1e3 * 2)
+    documents = iter((0.5, 0.7))
+
+    def one(*_: object) -> dict[str, object]:
+        return {
+            "timings": [dataclasses.asdict(ran)],
+            "matmul_tflop_s": 1,
+            "read_tb_s": next(documents),
+        }
+
+    monkeypatch.setattr(cpu_ops, "bench", one)
+    outcome = cpu_ops.run(cpu_ops.Options(only="norm.rms_norm,norm.add_rms_norm"), lambda _: None)
+    (read,) = (entry for entry in outcome.measured if entry.metric == "read_gb_s")
+    assert read.values == [500.0, 700.0]
 
 
 def test_bench_times_every_family_at_tiny_shapes(monkeypatch):

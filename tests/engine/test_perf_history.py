@@ -244,6 +244,27 @@ def test_new_rows_go_red_on_a_planted_regression_and_on_a_win(share, text, box, 
     never = {name for name in perf_main.scenarios_of("h200") if name not in PLANTED}
     assert never
     assert all(f"{name}: never run on this machine\n" in written for name in never)
+    *_, last = written.splitlines()
+    assert last == (
+        f"h200: {len(PLANTED)} of {len(PLANTED) + len(never)} scenarios have run on this machine; "
+        f"failed: {'none' if text is None else 'gpu_models'}; "
+        f"never run here, so unguarded: {', '.join(sorted(never, key=order))}"
+    )
+
+
+def order(scenario: str) -> int:
+    """Its place in the suite."""
+    return perf_main.scenarios_of("h200").index(scenario)
+
+
+def test_a_suite_of_which_nothing_was_run_is_no_success(box, capsys):
+    place = [*box[:3], "another"]
+    assert perf_main.main([*place, "check", "--suite", "h200"]) == 1
+    names = perf_main.scenarios_of("h200")
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"h200: 0 of {len(names)} scenarios have run on this machine; never run here, so "
+        f"unguarded: {', '.join(names)}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""What a start imports when it compiles nothing: in a process of its own, up to the first tokens.
+"""What a start imports when it compiles nothing, and beside what: in processes of their own.
 
 Dynamo and Inductor take longer to import than the rest of such a start; a module that begins to
-import one of them where nothing is compiled fails here, with the name of what it brought.
+import one of them where nothing is compiled fails here, with the name of what it brought. So does
+one that has the engine's process wait for the server's imports.
 """
 
 from __future__ import annotations
@@ -61,6 +62,28 @@ assert len(made.token_ids) == 4
 print(json.dumps(sorted(sys.modules.keys() - before)))
 """
 
+# `serve` with an engine process that is only noted: what was imported before, and that it ended.
+SERVE = """
+import json, sys
+import compiled_engine.commands.engine_child as engine_child
+
+class NotedChild:
+    exitcode = None
+
+    def __init__(self, endpoint, config):
+        print("started", json.dumps(sorted(sys.modules)), flush=True)
+        if sys.argv[2] == "only":
+            raise SystemExit
+        sys.modules["aiohttp"] = None
+
+    def stop(self, *, can_obey):
+        print("stopped", flush=True)
+
+engine_child.EngineChild = NotedChild
+from compiled_engine.cli import main
+sys.exit(main(["serve", sys.argv[1], "--port", "0", "--device", "cpu"]))
+"""
+
 
 def modules_after(script: str, *arguments: Path) -> list[str]:
     """Names of the modules that a script imported beyond torch."""
@@ -97,3 +120,23 @@ def test_a_start_that_compiles_nothing_imports_no_compiler(tmp_path: Path):
     modules = modules_after(FIRST_TOKENS, folder, cache_dir)
     assert forbidden_in(modules) == []
     assert len(modules) <= MOST_MODULES
+
+
+def test_serve_starts_the_engine_before_it_imports_the_server(tmp_path: Path):
+    command = [sys.executable, "-c", SERVE, str(tmp_path), "only"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    word, _, modules = done.stdout.partition(" ")
+    assert word == "started"
+    packages = {name.partition(".")[0] for name in json.loads(modules)}
+    heavy = {"aiohttp", "jinja2", "prometheus_client", "tokenizers", "torch", "transformers", "zmq"}
+    assert packages & heavy == set()
+    assert "settings" in done.stderr, "the settings are printed before the engine is started"
+
+
+def test_a_server_that_cannot_be_imported_ends_the_engine_with_it(tmp_path: Path):
+    command = [sys.executable, "-c", SERVE, str(tmp_path), "and fail"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "import of aiohttp halted" in done.stderr.splitlines()[-1]
+    assert [line.partition(" ")[0] for line in done.stdout.splitlines()] == ["started", "stopped"]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_engine.build_ahead import missing_parts
 from compiled_engine.compile import fingerprint
 from compiled_engine.compile.fingerprint import (
     EXEMPT_MODULES,
@@ -24,6 +25,7 @@ from compiled_engine.compile.fingerprint import (
     environment_parts,
     source_parts,
 )
+from compiled_engine.compile.torch_compat import changed_options
 from compiled_engine.config import EngineConfig, ServerConfig
 from compiled_engine.device import instruction_sets
 from compiled_engine.key_parts import IRRELEVANT_FIELDS, RELEVANT_FIELDS
@@ -234,6 +236,68 @@ def test_options_of_compilers_in_the_environment_are_parts(model, cache, base, m
     other = key_with(model, cache)
     assert other.differences(base) == ["environment.TORCHINDUCTOR_MAX_AUTOTUNE (1, there nothing)"]
     assert environment_parts({"TRITON_CACHE_DIR": "/x", "PATH": "/bin"}) == {}
+
+
+def test_options_set_from_python_are_parts(model, cache, base):
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    assert changed_options() == {}, "whether the modules are loaded says nothing"
+    assert key_with(model, cache) == base
+    before = inductor.max_autotune
+    with inductor.patch(max_autotune=not before), dynamo.patch(assume_static_by_default=False):
+        other = key_with(model, cache)
+    assert other.differences(base) == [
+        "compilers.dynamo.assume_static_by_default (False, there nothing)",
+        f"compilers.inductor.max_autotune ({not before}, there nothing)",
+    ]
+    with inductor.patch({"compile_threads": 3, "trace.enabled": True, "max_autotune": before}):
+        assert key_with(model, cache) == base, "harmless ones, and one at its default"
+    with inductor.patch({"triton.unique_kernel_names": not inductor.triton.unique_kernel_names}):
+        assert list(changed_options()) == ["inductor.triton.unique_kernel_names"]
+
+
+class _Pass:
+    """A pass of a user for Inductor."""
+
+    def uuid(self) -> bytes:
+        return b"second"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (_Pass(), "_Pass b'second'"),
+        (write_tiny_model, "tests.helpers.tiny_model.write_tiny_model"),
+    ],
+    ids=["with a digest", "function"],
+)
+def test_a_pass_of_a_user_is_named_alike_in_every_process(value, text):
+    import torch._inductor.config as inductor
+
+    with inductor.patch(pre_grad_custom_pass=value):
+        assert changed_options() == {"inductor.pre_grad_custom_pass": text}
+
+
+def test_options_set_from_python_keep_the_compiling_in_this_process(model, cache):
+    import torch._inductor.config as inductor
+
+    config = EngineConfig(model=str(model), cache_dir=cache, **BASE)
+    assert missing_parts(config) != []
+    with inductor.patch(max_autotune=not inductor.max_autotune):
+        assert missing_parts(config) == []
+
+
+def test_no_compiler_is_imported_to_ask_for_its_options():
+    code = (
+        "import sys\nfrom compiled_engine.compile.torch_compat import changed_options\n"
+        "assert changed_options() == {}\n"
+        "assert not {'torch._inductor', 'torch._dynamo'} & sys.modules.keys()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

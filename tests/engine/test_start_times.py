@@ -98,7 +98,7 @@ def test_an_engine_accounts_for_its_whole_start(tmp_path):
     phases = {phase.name: phase for phase in engine.start}
     assert {"load", "first steps", "other"} <= phases.keys()
     assert "pieces" not in phases, "an eager engine has none"
-    total = sum(phase.seconds for phase in engine.start)
+    total = sum(phase.seconds for name, phase in phases.items() if not name.startswith("- "))
     assert 0.8 * whole < total <= whole
 
 

@@ -16,7 +16,8 @@ import aiohttp
 from aiohttp import web
 
 from compiled_engine.config import ServerConfig
-from compiled_engine.server.app import bind_socket, make_app
+from compiled_engine.server.app import make_app
+from compiled_engine.server.sockets import bind_socket
 from compiled_engine.server.state import STATE, ServerState
 from tests.helpers.fake_engine import ByteTokenizer, FakeEngine
 

@@ -16,10 +16,10 @@ from compiled_engine.server import app as app_module
 from compiled_engine.server import sse
 from compiled_engine.server.app import (
     EXIT_ENGINE_DIED,
-    bind_socket,
     make_app,
     serve_app,
 )
+from compiled_engine.server.sockets import bind_socket
 from tests.helpers.fake_engine import ByteTokenizer, FakeEngine, text_reply
 from tests.helpers.server_harness import Server, eventually, with_server
 

@@ -16,9 +16,10 @@ from compiled_engine.config import ServerConfig
 from compiled_engine.errors import ConflictError, EngineUnavailableError, RequestAbortedError
 from compiled_engine.ipc import new_endpoint, remove_endpoint
 from compiled_engine.request import Request, SamplingParams, TokenEvent
-from compiled_engine.server.app import bind_socket, make_app, run_server
+from compiled_engine.server.app import make_app, run_server
 from compiled_engine.server.engine_client import IpcEngineClient, running_client
 from compiled_engine.server.mailbox import Mailbox
+from compiled_engine.server.sockets import bind_socket
 from tests.helpers import fake_engine_process
 from tests.helpers.fake_engine import ByteTokenizer
 from tests.helpers.server_harness import eventually

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from compiled_engine.server.app import bind_socket
 from compiled_engine.server.otel import OtelTracing
+from compiled_engine.server.sockets import bind_socket
 from tests.helpers.fake_engine import FakeEngine, text_reply
 from tests.helpers.server_harness import MODEL, Server, eventually, with_server
 
