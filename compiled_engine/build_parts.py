@@ -161,7 +161,8 @@ class PartMaker(StepExecutor):
         self._warm_sampler(part.variant, logits, rows)
         for count in counts:
             sample = self.pieces.sample[part.variant]
-            sample(self.state, self.params, logits[:count], rows[:count])
+            for masks in (None, self.masks):
+                sample(self.state, self.params, logits[:count], rows[:count], masks)
 
     def _embed(self, part: Part) -> None:
         self.compiled_embed(self.state, self._plan, self._any_size(self._places[:13]))

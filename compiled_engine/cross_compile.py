@@ -55,7 +55,7 @@ from compiled_engine.settings import (
     scheduler_shape,
 )
 from compiled_engine.step import StepExecutor
-from compiled_engine.step_key import StepKey
+from compiled_engine.step_key import StepKey, masked_keys
 
 _PIECE_REASON = (
     "a piece is kept as the kernels that Inductor made and ran: it is compiled where it runs"
@@ -229,6 +229,7 @@ class _Steps(StepExecutor):
         keys += self.keys()
         # Processes that compile ahead run this variant at each size, too.
         keys += [key._replace(variant=Variant.FULL) for key in self.keys() if not key.variant]
+        keys += masked_keys(keys, self.shape.max_rows)
         for done, key in enumerate(keys):
             report(f"step of {key.num_tokens} tokens", done, len(keys))
             self._enqueue(key, layers=self.pieces.sample_layers)

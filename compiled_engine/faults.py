@@ -10,6 +10,8 @@ The engine process reads the variable once, at its start; without it nothing of 
 - `abort`: every request is given up before the step.
 - `nan`: the newest request's cached values become NaN, so its logits of the step are: of the first
   step from this one on in which its last page is not shared.
+- `token`: the sampler gives the newest request an id that the vocabulary does not have: in the
+  first step from this one on that computes it; with CUDA graphs, the first such not replayed.
 - `retract`: the newest request's pages are taken back before the step.
 """
 
@@ -19,6 +21,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, cast, get_args
 
 import torch
@@ -26,10 +29,12 @@ from torch import Tensor
 
 from compiled_engine.errors import ConfigError
 from compiled_engine.loop import StepLoop
+from compiled_engine.pieces import Sampler, StepPieces
+from compiled_engine.sampler import Sampled
 from compiled_engine.scheduler.state import BLOCKED, PREFILL, RETRACTED
 
 VARIABLE = "COMPILED_ENGINE_FAULT"
-FaultKind = Literal["raise", "exit", "sleep", "oom", "abort", "nan", "retract"]
+FaultKind = Literal["raise", "exit", "sleep", "oom", "abort", "nan", "token", "retract"]
 EXIT_FAULT = 99
 
 
@@ -46,12 +51,14 @@ class Fault:
         self.kind = kind
         self.step = step
         self.seconds = seconds
-        self._victim: int | None = None  # request whose cache is spoilt
+        self._victim: int | None = None  # request that is spoilt
         self._is_spent = False
+        self._pieces: StepPieces | None = None  # whose samplers can be made to go wrong
+        self._spoilt_row: int | None = None  # by the next call of a sampler
 
     def before_step(self, loop: StepLoop) -> bool:
         """Acts if the next step is the one; returns whether every request is to be given up."""
-        if self.kind == "nan" and loop.stats.num_steps + 1 >= self.step:
+        if self.kind in ("nan", "token") and loop.stats.num_steps + 1 >= self.step:
             self._spoil_newest(loop)
         if loop.stats.num_steps + 1 != self.step:
             return False
@@ -79,16 +86,35 @@ class Fault:
         pieces.head = spoilt  # type: ignore[method-assign,assignment]
 
     def _spoil_newest(self, loop: StepLoop) -> None:
-        """NaN into the newest request's cache, until it has ended."""
+        """NaN into the newest request's cache, or no token to it, until it has ended."""
         rows = loop.rows_in_use()
         if self._victim is None and rows:
             self._victim = next(reversed(rows))
         if self._victim is None or self._is_spent:
             return
-        if self._victim in rows:
+        if self._victim not in rows:
+            self._is_spent, self._spoilt_row = True, None
+        elif self.kind == "nan":
             _spoil_cache(loop, rows[self._victim])
         else:
-            self._is_spent = True
+            self._spoil_token(loop.executor.pieces, rows[self._victim])
+
+    def _spoil_token(self, pieces: StepPieces, row: int) -> None:
+        self._spoilt_row = row
+        if self._pieces is not pieces:
+            self._pieces = pieces
+            for variant, sampler in pieces.sample.items():
+                pieces.sample[variant] = partial(self._sample, sampler, pieces.vocab_size)
+
+    def _sample(self, sampler: Sampler, vocab_size: int, *arguments: object) -> Sampled:
+        """Goes wrong once, so that no graph is captured of it."""
+        sampled = sampler(*arguments)
+        row, self._spoilt_row = self._spoilt_row, None
+        if row is None:
+            return sampled
+        tokens = sampled.tokens.clone()
+        tokens[row] = vocab_size
+        return sampled._replace(tokens=tokens)
 
 
 def _spoil_cache(loop: StepLoop, row: int) -> None:

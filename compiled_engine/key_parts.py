@@ -141,7 +141,6 @@ def shape_parts(
         "shape",
         {
             **sizes,
-            "vocab_size": settings.vocab_size,
             "kv_cache_dtype": str(geometry.dtype).removeprefix("torch."),
             "num_kv_heads": geometry.num_kv_heads,
             "head_dim": geometry.head_dim,

@@ -60,8 +60,9 @@ def row_records(
         num_top: see `records`.
     """
     rows = seq_rows.long()
-    # A row without a token (NaN) gets the record of some token, which nobody reads.
-    made = records(logits[:, :vocab_size], tokens[:, 0][rows].clamp_min(0), num_top)
+    # A row without a valid token gets the record of some token, which nobody reads.
+    chosen = tokens[:, 0][rows].clamp(0, vocab_size - 1)
+    made = records(logits[:, :vocab_size], chosen, num_top)
     out = made.new_zeros(tokens.shape[0], made.shape[1])
     return out.index_put((rows,), made)
 

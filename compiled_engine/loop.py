@@ -35,6 +35,7 @@ from compiled_engine.outbox import (
     FLAG_FREE,
     HostRecord,
     RingOutbox,
+    failure_of,
 )
 from compiled_engine.prefix_guess import PrefixGuess
 from compiled_engine.queue_times import QueueTimes
@@ -58,7 +59,6 @@ from compiled_engine.token_batch import TokenBatch
 
 # Steps of one loop on the device at most: how long a new request can wait for its end.
 LOOP_STEPS = 32
-NAN_MESSAGE = "the model gave no valid logits for this request (NaN)"
 # The later ones can do all that the earlier ones can.
 _VARIANTS = tuple(reversed(Variant))
 # What a step brings the device.
@@ -442,7 +442,7 @@ class StepLoop:
         emitted = np.nonzero(is_known & ~columns.is_over & ((flags & FLAG_EMITTED) != 0))[0]
         failed = np.nonzero(is_known & ~columns.is_over & ((flags & FLAG_FAILED) != 0))[0]
         for row in failed.tolist():
-            self._fail(self._seats[row], NAN_MESSAGE, is_refusal=False)
+            self._fail(self._seats[row], failure_of(rows[row]), is_refusal=False)
         free = np.nonzero(is_known & ((flags & FLAG_FREE) != 0))[0]
         request_ids, news = columns.request_ids[emitted].tobytes(), rows[emitted]
         for place in np.nonzero(~columns.has_started[emitted])[0].tolist():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_engine.custom_ops.sampling import NO_TOKEN
 from compiled_engine.custom_ops.scheduler_advance import RECORD_SLOTS
 from compiled_engine.errors import EngineError
 from compiled_engine.scheduler.advance import NUM_COUNTS, StepRecord
@@ -61,6 +62,14 @@ def pack(record: StepRecord) -> tuple[Tensor, Tensor]:
     )
     columns = (record.gen.long(), flags, record.num_cached.long(), record.tokens[:, 0].long())
     return torch.stack(columns, 1), record.counts
+
+
+def failure_of(row: np.ndarray) -> str:
+    """Why a row with FLAG_FAILED ended, for its client, by its part [4] of a step's record."""
+    token = int(row[COLUMN_TOKEN])
+    if token == NO_TOKEN:
+        return "the model gave no valid logits for this request (NaN)"
+    return f"the sampler gave token {token} for this request: the vocabulary has no such id"
 
 
 class RecordQueue(ABC):

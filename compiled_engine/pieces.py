@@ -27,19 +27,32 @@ from compiled_engine.config import SchedulerKernels
 from compiled_engine.custom_ops import LayerCache, PagedContext
 from compiled_engine.custom_ops.gemm import MOST_TOKENS
 from compiled_engine.custom_ops.registry import KernelRegistry
+from compiled_engine.custom_ops.sampling import Masks, mask_logits
 from compiled_engine.layer_kinds import layer_kinds, sample_of_kinds
 from compiled_engine.layout import StepInputs, layout_places
 from compiled_engine.models import CausalLM
 from compiled_engine.models.layers import DecoderLayer, Rotary
 from compiled_engine.outbox import Outbox, RecordQueue, RingOutbox, pack
 from compiled_engine.passes.names import PieceTraits
-from compiled_engine.sampler import ParamInbox, RowParams, Sampled, Variant, apply_params, sample
+from compiled_engine.sampler import (
+    ParamInbox,
+    RowParams,
+    Sampled,
+    Variant,
+    apply_params,
+    draw,
+    penalised,
+    sample,
+)
 from compiled_engine.scheduler.advance import advance
 from compiled_engine.scheduler.cuda import schedule_plan
 from compiled_engine.scheduler.cuda_advance import schedule_advance, schedule_layout
 from compiled_engine.scheduler.inbox import Inbox
 from compiled_engine.scheduler.plan import Plan, plan
 from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
+
+# (state, params, logits [S, padded vocab], rows [S], masks by row or None) -> by row
+Sampler = Callable[..., Sampled]
 
 # Tokens up to which products are `fused_linear`, which takes the fastest kernel for the product and
 # the number of tokens; with more the library is the fastest for all.
@@ -224,10 +237,8 @@ class StepPieces:
         few = replace(traits, is_few=True)
         self._head_few = driver.compile(head, "head_few", few) if is_gpu else None
         self._head = driver.compile(head, "head", traits)
-        self.sample = {
-            variant: driver.compile(self._sampler(variant, vocab_size), f"sample_{variant.name}")
-            for variant in Variant
-        }
+        make = self._gpu_sampler if is_gpu else self._cpu_sampler
+        self.sample: dict[Variant, Sampler] = {variant: make(variant) for variant in Variant}
 
     def _compile_torch_scheduler(self, model: CausalLM) -> None:
         shape = self.shape
@@ -327,8 +338,13 @@ class StepPieces:
             function, name, num_static=2, num_shared=num_shared, traits=traits
         )
 
-    def _sampler(self, variant: Variant, vocab_size: int) -> Callable[..., Sampled]:
-        shape = self.shape
+    def _cpu_sampler(self, variant: Variant) -> Sampler:
+        """Compiled whole, for logits whose masks are applied already.
+
+        A version that applies them would be one more compile a variant, for a start that may never
+        see a grammar.
+        """
+        shape, vocab_size = self.shape, self.vocab_size
 
         def sample_rows(
             state: SchedulerState, params: RowParams, logits: Tensor, seq_rows: Tensor
@@ -336,6 +352,46 @@ class StepPieces:
             # One version serves any number of rows: the compiler must know the two sizes are one.
             expect_equal(logits.shape[0], seq_rows.shape[0])
             return sample(shape, state, params, logits, seq_rows, vocab_size, variant)
+
+        compiled = self._driver.compile(sample_rows, f"sample_{variant.name}")
+
+        def masked(
+            state: SchedulerState,
+            params: RowParams,
+            logits: Tensor,
+            seq_rows: Tensor,
+            masks: Masks | None = None,
+        ) -> Sampled:
+            if masks is not None:
+                logits = mask_logits(logits, masks, seq_rows)
+            sampled: Sampled = compiled(state, params, logits, seq_rows)
+            return sampled
+
+        return masked
+
+    def _gpu_sampler(self, variant: Variant) -> Sampler:
+        """The op, called as it is: it is kernels of its own. Penalties before it are compiled."""
+        shape, vocab_size = self.shape, self.vocab_size
+
+        def penalise(
+            state: SchedulerState, params: RowParams, logits: Tensor, seq_rows: Tensor
+        ) -> Tensor:
+            expect_equal(logits.shape[0], seq_rows.shape[0])
+            return penalised(shape, state, params, logits, seq_rows, vocab_size)
+
+        is_full = variant == Variant.FULL
+        compiled = self._driver.compile(penalise, "penalties") if is_full else None
+
+        def sample_rows(
+            state: SchedulerState,
+            params: RowParams,
+            logits: Tensor,
+            seq_rows: Tensor,
+            masks: Masks | None = None,
+        ) -> Sampled:
+            if compiled is not None:
+                logits = compiled(state, params, logits, seq_rows)
+            return draw(state, params, logits, seq_rows, vocab_size, variant, masks=masks)
 
         return sample_rows
 

@@ -3,7 +3,7 @@
 Owns the parameters by row, penalties and variants; the draw itself is the op `sample_rows`. Three
 variants, each a superset of the one before: GREEDY, SAMPLED, FULL (with
 penalties, bias and min_tokens); the host picks the smallest that serves every row it has submitted.
-Where a row has a grammar, `mask_logits` comes before any of them.
+Under a grammar a row's mask is applied by the draw, behind the penalties.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.sampling import sample_rows_reference
+from compiled_engine.custom_ops.sampling import Masks, sample_rows_reference
 from compiled_engine.request import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingParams
 from compiled_engine.scheduler.state import SchedulerShape, SchedulerState
 
@@ -121,7 +121,7 @@ class RowMask(NamedTuple):
 
 
 def new_mask_bits(num_rows: int, vocab_size: int, device: torch.device | str) -> Tensor:
-    """The masks of all rows, [num_rows, bytes] u8: bit i % 8 of byte i // 8 is token i.
+    """The `Masks.bits` of all rows, [num_rows, bytes] u8.
 
     Args:
         num_rows: R + 1.
@@ -130,25 +130,6 @@ def new_mask_bits(num_rows: int, vocab_size: int, device: torch.device | str) ->
     """
     num_words = -(-vocab_size // 32)
     return torch.zeros(num_rows, num_words * 4, dtype=torch.uint8, device=device)
-
-
-def mask_logits(logits: Tensor, mask_bits: Tensor, has_grammar: Tensor, seq_rows: Tensor) -> Tensor:
-    """Minus infinity for tokens that the row's grammar forbids: [S, padded vocab], as the logits.
-
-    NaN stays, whatever the mask says, so that the sampler sees it.
-
-    Args:
-        logits: [S, padded vocab].
-        mask_bits: from `new_mask_bits`.
-        has_grammar: [R + 1] bool; other rows keep their logits.
-        seq_rows: [S] i32, row of each place.
-    """
-    rows = seq_rows.long()
-    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    bits = (mask_bits[rows].unsqueeze(-1) >> places) & 1
-    is_forbidden = bits.view(rows.shape[0], -1)[:, : logits.shape[1]] == 0
-    is_forbidden = is_forbidden & has_grammar[rows][:, None] & ~logits.isnan()
-    return logits.masked_fill(is_forbidden, float("-inf"))
 
 
 class Sampled(NamedTuple):
@@ -166,6 +147,8 @@ def sample(
     seq_rows: Tensor,
     vocab_size: int,
     variant: Variant,
+    *,
+    masks: Masks | None = None,
 ) -> Sampled:
     """Chooses a token for each sequence place and brings it to its row.
 
@@ -177,13 +160,26 @@ def sample(
         seq_rows: [S] i32, row of each place; the dump row where unused.
         vocab_size: real token ids.
         variant: what to honour; see the module docstring.
+        masks: by row; None if no row has a grammar.
     """
-    scores = logits
     if variant == Variant.FULL:
-        scores = logits[:, :vocab_size].float()
-        scores = _penalise(shape, state, params, scores, seq_rows.long())
+        logits = penalised(shape, state, params, logits, seq_rows, vocab_size)
+    return draw(state, params, logits, seq_rows, vocab_size, variant, masks=masks)
+
+
+def draw(
+    state: SchedulerState,
+    params: RowParams,
+    scores: Tensor,
+    seq_rows: Tensor,
+    vocab_size: int,
+    variant: Variant,
+    *,
+    masks: Masks | None = None,
+) -> Sampled:
+    """The part of `sample` that is behind penalties; `scores` are logits or what those gave."""
     # On a GPU the op, one or two kernels; on a CPU its body, so that the compiler sees into it.
-    sample_rows = torch.ops.ce.sample_rows.default if logits.is_cuda else sample_rows_reference
+    sample_rows = torch.ops.ce.sample_rows.default if scores.is_cuda else sample_rows_reference
     floats = params.floats
     tokens, is_stop = sample_rows(
         scores,
@@ -197,14 +193,24 @@ def sample(
         params.stop_ids,
         vocab_size,
         variant == Variant.GREEDY,
+        *(masks or ()),
     )
     return Sampled(tokens, is_stop)
 
 
-def _penalise(
-    shape: SchedulerShape, state: SchedulerState, params: RowParams, scores: Tensor, rows: Tensor
+def penalised(
+    shape: SchedulerShape,
+    state: SchedulerState,
+    params: RowParams,
+    logits: Tensor,
+    seq_rows: Tensor,
+    vocab_size: int,
 ) -> Tensor:
-    """Penalties over the row's known tokens, bias, and no end before min_tokens: [S, vocab]."""
+    """Penalties over the row's known tokens, bias, and no end before min_tokens: [S, vocab] fp32.
+
+    Arguments as of `sample`.
+    """
+    scores, rows = logits[:, :vocab_size].float(), seq_rows.long()
     floats = params.floats[rows]
     generated, seen = _token_counts(shape, state, rows, scores.shape[1])
     repetition = floats[:, REPETITION, None]

@@ -289,6 +289,7 @@ def scheduler_shape(config: EngineConfig, settings: Settings) -> SchedulerShape:
         token_page_size=token_page,
         num_token_pages=settings.max_num_seqs * width,
         prefix_caching=config.enable_prefix_caching,
+        vocab_size=settings.vocab_size,
     )
 
 

@@ -21,6 +21,7 @@ from compiled_engine.compile.driver import CompileDriver
 from compiled_engine.compile.graphs import StepGraphs
 from compiled_engine.compile.torch_compat import mark_any_size
 from compiled_engine.custom_ops import LayerCache, PagedContext
+from compiled_engine.custom_ops.sampling import Masks
 from compiled_engine.layer_kinds import Layers
 from compiled_engine.layout import StepInputs
 from compiled_engine.logprobs import (
@@ -45,14 +46,13 @@ from compiled_engine.sampler import (
     RowMask,
     Sampled,
     Variant,
-    mask_logits,
     new_mask_bits,
     new_row_params,
 )
 from compiled_engine.scheduler.inbox import Inbox
 from compiled_engine.scheduler.plan import Plan
 from compiled_engine.scheduler.state import new_state
-from compiled_engine.step_key import StepKey
+from compiled_engine.step_key import StepKey, masked_keys
 from compiled_engine.step_times import shortest_times
 from compiled_engine.upload import DeviceInbox, MaskUpload
 
@@ -93,8 +93,9 @@ class StepExecutor:
         self.state = new_state(shape, self.device)
         self.params = new_row_params(shape.max_rows + 1, self.device)
         num_columns = model.config.vocab_size
-        self.mask_bits = new_mask_bits(shape.max_rows + 1, num_columns, self.device)
-        self._mask_upload = MaskUpload(self.mask_bits, shape.max_masks)
+        bits = new_mask_bits(shape.max_rows + 1, num_columns, self.device)
+        self.masks = Masks(bits, self.state.grammar)
+        self._mask_upload = MaskUpload(bits, shape.max_masks)
         queue = RingOutbox if pieces.scheduler == "cuda" else Outbox
         self.outbox: RecordQueue = queue(shape.max_rows + 1, self.device)
         self.logprobs = LogprobOutbox(shape.max_rows + 1, self.device)
@@ -276,10 +277,8 @@ class StepExecutor:
         self.pieces.end(self.state, step_plan, sampled, self.outbox)
 
     def _sample(self, key: StepKey, logits: Tensor, seq_rows: Tensor) -> Sampled:
-        allowed = logits
-        if key.is_masked:
-            allowed = mask_logits(logits, self.mask_bits, self.state.grammar, seq_rows)
-        sampled = self.pieces.sample[key.variant](self.state, self.params, allowed, seq_rows)
+        masks = self.masks if key.is_masked else None
+        sampled = self.pieces.sample[key.variant](self.state, self.params, logits, seq_rows, masks)
         if key.num_top:
             # Of what the model gave, whatever the row's sampler made of it.
             vocab_size = self.pieces.vocab_size
@@ -392,7 +391,7 @@ class StepExecutor:
             named[f"state {index}"] = tensor
         assert self._upload is not None
         found = {name: tensor.data_ptr() for name, tensor in named.items()}
-        found |= {"inbox": self._upload.address, "masks": self.mask_bits.data_ptr()}
+        found |= {"inbox": self._upload.address, "masks": self.masks.bits.data_ptr()}
         return found | {"logprobs": self.logprobs.staged.data_ptr()}
 
     def take_pieces(
@@ -458,7 +457,7 @@ class StepExecutor:
         if graphs is not None:
             with self.driver.times.measure("capture"):
                 # Every kernel once without capturing: it is loaded, nothing is left to set up.
-                for key in keys:
+                for key in (*keys, *masked_keys(keys, self.shape.max_rows)):
                     self._enqueue(key, layers=self.pieces.sample_layers)
                 torch.cuda.empty_cache()
                 for count, key in enumerate(keys, start=done + 1):

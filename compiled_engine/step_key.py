@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from compiled_engine.sampler import Variant
@@ -26,3 +27,9 @@ class StepKey(NamedTuple):
     def has_logprobs(self) -> bool:
         """Whether the step makes log probabilities."""
         return self.num_top > 0 or self.num_scored > 0
+
+
+def masked_keys(keys: Iterable[StepKey], max_rows: int) -> list[StepKey]:
+    """Steps that sample under masks: one for each number of rows and variant of `keys`."""
+    found = {(min(key.num_tokens, max_rows), key.variant): key for key in keys}
+    return [key._replace(is_masked=True) for key in found.values()]

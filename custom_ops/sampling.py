@@ -111,6 +111,40 @@ class Places(NamedTuple):
     stop_ids: Tensor
 
 
+class Masks(NamedTuple):
+    """Which tokens the rows' grammars allow."""
+
+    bits: Tensor  # [R, bytes] u8, bit i % 8 of byte i // 8 is token i; a bit a real token at least
+    has_grammar: Tensor  # [R] bool; the others may take any token
+
+
+def masks_of(mask_bits: Tensor | None, has_grammar: Tensor | None) -> Masks | None:
+    """The two arguments of an op as one; None without."""
+    if mask_bits is None and has_grammar is None:
+        return None
+    assert mask_bits is not None, "has_grammar without mask_bits"
+    assert has_grammar is not None, "mask_bits without has_grammar"
+    return Masks(mask_bits, has_grammar)
+
+
+def mask_logits(logits: Tensor, masks: Masks, rows: Tensor) -> Tensor:
+    """Minus infinity for tokens that the row's grammar forbids: [S, columns], as the logits.
+
+    NaN stays, whatever the mask says, so that the row has no token.
+
+    Args:
+        logits: [S, columns], of which the masks know each.
+        masks: by row.
+        rows: [S] i32, row of each place.
+    """
+    rows = rows.long()
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (masks.bits[rows].unsqueeze(-1) >> places) & 1
+    is_forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    is_forbidden = is_forbidden & masks.has_grammar[rows][:, None] & ~logits.isnan()
+    return logits.masked_fill(is_forbidden, float("-inf"))
+
+
 def choose(scores: Tensor, settings: RowSettings, is_greedy: bool) -> Tensor:
     """Reference of the choice: scores [S, vocab] fp32 to token ids [S] i64, or `NO_TOKEN`."""
     best = scores.argmax(-1)
@@ -180,6 +214,8 @@ def sample_rows_reference(
     stop_ids: Tensor,
     vocab_size: int,
     is_greedy: bool,
+    mask_bits: Tensor | None = None,
+    has_grammar: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`sample_tokens` for places of a step, with settings and results by row.
 
@@ -195,12 +231,17 @@ def sample_rows_reference(
         stop_ids: [R, n] i32, ids that stop the row, -1 = unused.
         vocab_size: real token ids.
         is_greedy: every temperature is 0.
+        mask_bits: see `Masks`; None if no row has a grammar.
+        has_grammar: see there; given with `mask_bits`.
 
     Returns:
         Tokens [R, 1] i32, as `sample_tokens`, and whether they stop their row [R, 1] bool; 0 and
         False in rows that no place names. `NO_TOKEN` stops nothing.
     """
     scores = logits[:, :vocab_size].float()
+    masks = masks_of(mask_bits, has_grammar)
+    if masks is not None:
+        scores = mask_logits(scores, masks, rows)
     rows = rows.long()
     by_row = RowSettings(temperature, top_k, top_p, min_p, seed, position)
     settings = by_row if is_greedy else RowSettings(*(setting[rows] for setting in by_row))
@@ -281,7 +322,17 @@ def _row_examples(dtype: torch.dtype, device: torch.device, seed: int) -> list[t
         by_row = [torch.cat((t[:1], t, t[:1])) if num_places else t.new_ones(2) for t in settings]
         rows = torch.arange(num_places, device=device).flip(0).int() + 1
         stop_ids = torch.arange(num_rows * 5, device=device).view(num_rows, 5).int() - 1
-        made.append((logits, *by_row, rows, stop_ids, logits.shape[1] - 3, False))
+        call = (logits, *by_row, rows, stop_ids, logits.shape[1] - 3)
+        made.append((*call, False, None, None))
+        # Of some tokens, of one, of rows without a grammar; with bytes that no token has.
+        num_bytes = -(-logits.shape[1] // 32) * 4
+        bits = torch.arange(num_rows * num_bytes, device=device).view(num_rows, -1) * 73 % 251
+        bits[1:2] = 0
+        bits[1:2, 2:3] = 8
+        has_grammar = torch.arange(num_rows, device=device) % 4 != 2
+        made += [
+            (*call, is_greedy, bits.to(torch.uint8), has_grammar) for is_greedy in (False, True)
+        ]
     return made
 
 
@@ -321,7 +372,7 @@ SAMPLE_TOKENS = define_op(
 )
 SAMPLE_ROWS = define_op(
     f"sample_rows(Tensor logits, {_SETTINGS}, Tensor rows, Tensor stop_ids, int vocab_size, "
-    "bool is_greedy) -> (Tensor, Tensor)",
+    "bool is_greedy, Tensor? mask_bits=None, Tensor? has_grammar=None) -> (Tensor, Tensor)",
     reference=sample_rows_reference,
     fake=_fake_rows,
     example_inputs=_row_examples,

@@ -21,7 +21,7 @@ from compiled_engine.custom_ops.cuda_build import (
     cubin_dir,
     load_library,
 )
-from compiled_engine.custom_ops.sampling import Places, RowSettings
+from compiled_engine.custom_ops.sampling import Masks, Places, RowSettings
 
 SOURCE = "sampling/sample.cu"
 KERNEL = "sample_cluster"
@@ -39,8 +39,9 @@ class SampleArgs(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("logits", "temperature", "top_k", "top_p")),
         *((name, ctypes.c_void_p) for name in ("min_p", "seed", "position", "rows", "stop_ids")),
+        *((name, ctypes.c_void_p) for name in ("mask_bits", "has_grammar")),
         *((name, ctypes.c_void_p) for name in ("tokens", "stops")),
-        *((name, ctypes.c_int64) for name in ("row_stride", "stop_stride")),
+        *((name, ctypes.c_int64) for name in ("row_stride", "stop_stride", "mask_stride")),
         *((name, ctypes.c_int32) for name in ("temperature_stride", "top_k_stride")),
         *((name, ctypes.c_int32) for name in ("top_p_stride", "min_p_stride", "seed_stride")),
         *((name, ctypes.c_int32) for name in ("position_stride", "num_rows", "num_stops")),
@@ -160,6 +161,8 @@ def arguments(
     results: tuple[Tensor, Tensor],
     variant: Variant,
     vocab_size: int,
+    *,
+    masks: Masks | None = None,
 ) -> SampleArgs:
     """The kernel's argument; `results` are tokens i32 and stop flags u8, by row or place."""
     tokens, stops = results
@@ -170,10 +173,13 @@ def arguments(
         logits=logits.data_ptr(),
         rows=None if places is None else places.rows.data_ptr(),
         stop_ids=None if places is None else places.stop_ids.data_ptr(),
+        mask_bits=None if masks is None else masks.bits.data_ptr(),
+        has_grammar=None if masks is None else masks.has_grammar.data_ptr(),
         tokens=tokens.data_ptr(),
         stops=stops.data_ptr(),
         row_stride=logits.stride(0),
         stop_stride=0 if places is None else places.stop_ids.stride(0),
+        mask_stride=0 if masks is None else masks.bits.stride(0),
         num_rows=tokens.shape[0],
         num_stops=0 if places is None else places.stop_ids.shape[1],
         vocab_size=vocab_size,
@@ -189,6 +195,7 @@ def launch(
     vocab_size: int,
     *,
     config: ClusterConfig | None = None,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the kernel on arguments that `sampling_triton.unsupported_reason` lets pass.
 
@@ -204,6 +211,6 @@ def launch(
     config = config or default_config(logits.dtype, vocab_size, num_places)
     variant = variant_of(logits.dtype, vocab_size, config)
     results = (tokens, stops.view(torch.uint8))
-    args = arguments(logits, settings, places, results, variant, vocab_size)
+    args = arguments(logits, settings, places, results, variant, vocab_size, masks=masks)
     load_variant(variant, arch_of(logits.device)).launch(num_places * config.cluster, args)
     return tokens, stops

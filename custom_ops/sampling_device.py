@@ -33,6 +33,41 @@ def loaded(place: tl.tensor, mask: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def mask_of(
+    mask_bits: tl.tensor, mask_stride: tl.tensor, has_grammar: tl.tensor, row: tl.tensor,
+    HAS_MASK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Where the mask of a row begins, and whether the row obeys it; see `sampling.Masks`."""
+    is_masked = row < 0
+    if HAS_MASK:
+        is_masked = tl.load(has_grammar + row) != 0
+        mask_bits += row.to(tl.int64) * mask_stride
+    return mask_bits, is_masked
+
+
+@triton.jit
+def allowed(
+    raw: tl.tensor, token: tl.tensor, is_real: tl.tensor, mask: tl.tensor, is_masked: tl.tensor
+) -> tl.tensor:
+    """Logits with LOWEST in the place of what the mask of `mask_of` forbids, but for a NaN."""
+    byte = tl.load(mask + token // 8, mask=is_real & is_masked, other=255).to(tl.int32)
+    is_kept = (((byte >> (token % 8)) & 1) != 0) | (raw != raw)
+    return tl.where(is_kept, raw, LOWEST)
+
+
+@triton.jit
+def loaded_row(
+    logits: tl.tensor, token: tl.tensor, is_real: tl.tensor, mask: tl.tensor, is_masked: tl.tensor,
+    HAS_MASK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`loaded` from a row of logits, under its mask."""
+    raw = tl.load(logits + token, mask=is_real, other=LOWEST).to(tl.float32)
+    if HAS_MASK:
+        raw = allowed(raw, token, is_real, mask, is_masked)
+    return clamped(raw)
+
+
+@triton.jit
 def flipped(bits: tl.tensor) -> tl.tensor:
     """Between the bits of floats and signed integers of the same order; its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

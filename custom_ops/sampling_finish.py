@@ -15,7 +15,9 @@ from compiled_engine.custom_ops.sampling_device import (
     NO_ID,
     first_of_max,
     loaded,
+    loaded_row,
     log_of,
+    mask_of,
     noise_of,
     raw_floor,
     row_key,
@@ -118,7 +120,8 @@ def _draw_from_kept(
 
 @triton.jit
 def _draw_from_tiles(
-    logits: tl.tensor, draws: tl.tensor, draw_logits: tl.tensor, draw_ids: tl.tensor,
+    logits: tl.tensor, mask: tl.tensor, is_masked: tl.tensor, HAS_MASK: tl.constexpr,
+    draws: tl.tensor, draw_logits: tl.tensor, draw_ids: tl.tensor,
     maxima: tl.tensor, floor: tl.tensor, temperature: tl.tensor, key: tl.tensor,
     vocab_size: tl.tensor, TILE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -135,7 +138,7 @@ def _draw_from_tiles(
     while (bound >= best) & (again < maxima.shape[0]):
         token = again * TILE + tl.arange(0, TILE)
         is_real = token < vocab_size
-        x = loaded(logits + token, is_real)
+        x = loaded_row(logits, token, is_real, mask, is_masked, HAS_MASK)
         noisy = scaled_of(x, temperature) + noise_of(key, token)
         found, found_id = first_of_max(noisy, token, is_real & (x >= floor))
         is_better = (found > best) | ((found == best) & (found_id < best_id))
@@ -145,16 +148,19 @@ def _draw_from_tiles(
     return best_id
 
 
-@triton.jit(do_not_specialize=["setting_stride", "stop_stride", "vocab_size", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["setting_stride", "mask_stride", "stop_stride", "vocab_size", "num_tiles"]
+)
 def draw_kernel(
     logits: tl.tensor, row_stride: tl.tensor, temperatures: tl.tensor, top_ks: tl.tensor,
     top_ps: tl.tensor, min_ps: tl.tensor, seeds: tl.tensor, positions: tl.tensor,
-    setting_stride: tl.tensor, floats: tl.tensor, ids: tl.tensor, kept_values: tl.tensor,
+    setting_stride: tl.tensor, mask_bits: tl.tensor, mask_stride: tl.tensor,
+    has_grammar: tl.tensor, floats: tl.tensor, ids: tl.tensor, kept_values: tl.tensor,
     kept_ids: tl.tensor, rows: tl.tensor, stop_ids: tl.tensor, stop_stride: tl.tensor,
     tokens: tl.tensor, stops: tl.tensor, vocab_size: tl.tensor, num_tiles: tl.tensor,
     TILE: tl.constexpr, TILES: tl.constexpr, KEEP: tl.constexpr, LANES: tl.constexpr,
     DEPTH: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, NUM_STOPS: tl.constexpr,
-    STOP_BLOCK: tl.constexpr, HAS_ROWS: tl.constexpr, PDL: tl.constexpr,
+    STOP_BLOCK: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ROWS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The token of a place: greedy, or the largest noisy logit of those that the limits keep.
 
@@ -180,6 +186,7 @@ def draw_kernel(
         min_p = tl.load(min_ps + row * setting_stride)
         key = row_key(tl.load(seeds + row), tl.load(positions + row))
         logits += place.to(tl.int64) * row_stride
+        mask, is_masked = mask_of(mask_bits, mask_stride, has_grammar, row, HAS_MASK)
         divisor = safe_temperature(temperature)
         has_draw = tl.where(wants_noise(temperature, top_k, KEEP), tile, num_tiles) < num_tiles
         has_k = (top_k > 0) & (top_k < vocab_size)
@@ -192,8 +199,9 @@ def draw_kernel(
             kept_values += place.to(tl.int64) * (DEPTH * LANES)
             kept_ids += place.to(tl.int64) * (DEPTH * LANES)
             floor, kept, is_done = _floor_of(
-                logits, vocab_size, kept_values, kept_ids, floats, num_tiles, maxima, is_tile, top,
-                floor, divisor, has_k, top_k, top_p, LANES, DEPTH, LIMIT, SHIFT,
+                logits, mask, is_masked, HAS_MASK, vocab_size, kept_values, kept_ids, floats,
+                num_tiles, maxima, is_tile, top, floor, divisor, has_k, top_k, top_p,
+                LANES, DEPTH, LIMIT, SHIFT,
             )  # fmt: skip
             if is_done:
                 token = _draw_from_kept(kept_values, kept_ids, kept, floor, divisor, key, LANES)
@@ -203,18 +211,19 @@ def draw_kernel(
             draw_logits = tl.load(floats + 4 * num_tiles, mask=has_draw, other=MINUS_INFINITY)
             draw_ids = tl.load(ids + num_tiles, mask=has_draw, other=NO_ID)
             token = _draw_from_tiles(
-                logits, draws, draw_logits, draw_ids, maxima, floor, divisor, key, vocab_size, TILE
-            )
+                logits, mask, is_masked, HAS_MASK, draws, draw_logits, draw_ids, maxima, floor,
+                divisor, key, vocab_size, TILE,
+            )  # fmt: skip
     _emit(token, row, tokens, stops, stop_ids, stop_stride, NUM_STOPS, STOP_BLOCK, HAS_ROWS)
 
 
 @triton.jit
 def _floor_of(
-    logits: tl.tensor, vocab_size: tl.tensor, kept_values: tl.tensor, kept_ids: tl.tensor,
-    floats: tl.tensor, num_tiles: tl.tensor, maxima: tl.tensor, is_tile: tl.tensor, top: tl.tensor,
-    floor: tl.tensor, divisor: tl.tensor, has_k: tl.tensor, top_k: tl.tensor, top_p: tl.tensor,
-    LANES: tl.constexpr, DEPTH: tl.constexpr, LIMIT: tl.constexpr,
-    SHIFT: tl.constexpr,
+    logits: tl.tensor, mask: tl.tensor, is_masked: tl.tensor, HAS_MASK: tl.constexpr,
+    vocab_size: tl.tensor, kept_values: tl.tensor, kept_ids: tl.tensor, floats: tl.tensor,
+    num_tiles: tl.tensor, maxima: tl.tensor, is_tile: tl.tensor, top: tl.tensor, floor: tl.tensor,
+    divisor: tl.tensor, has_k: tl.tensor, top_k: tl.tensor, top_p: tl.tensor,
+    LANES: tl.constexpr, DEPTH: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Lowest logit that the limits keep, and the collected logits from there on, if they are.
 
@@ -239,8 +248,8 @@ def _floor_of(
                 guess, is_few = _weight_guess(maxima, sums, is_tile, top, scale, top_p, vocab_size)
             target = tl.where(is_count, top_k.to(tl.float32), -1.0)
             cut, num_kept, kept, kept_from, kept_below = search(
-                logits, lengths, depth, kept_values, kept_ids, kept, kept_from, kept_below,
-                floor, is_count, target, top_p, guess, is_few, top, scale,
+                logits, mask, is_masked, HAS_MASK, lengths, depth, kept_values, kept_ids, kept,
+                kept_from, kept_below, floor, is_count, target, top_p, guess, is_few, top, scale,
                 LANES, DEPTH, LIMIT, SHIFT,
             )  # fmt: skip
             # Other logits may be equal once scaled.
@@ -251,7 +260,7 @@ def _floor_of(
         none = tl.full((8,), float("inf"), tl.float32)
         kept = tally_and_collect(
             logits, lengths, depth, floor, kept_below, none, top, scale, kept_from, kept_below,
-            kept_values, kept_ids, LANES, DEPTH,
+            kept_values, kept_ids, mask, is_masked, HAS_MASK, LANES, DEPTH,
         )[2]  # fmt: skip
         tl.debug_barrier()
         kept_from = tl.where(tl.max(kept) <= DEPTH, kept_from, float("inf"))

@@ -13,8 +13,10 @@ from compiled_engine.custom_ops.sampling_device import (
     LOWEST,
     MINUS_INFINITY,
     NO_TOKEN,
+    allowed,
     clamped,
     first_of_max,
+    mask_of,
     noise_of,
     row_key,
     safe_temperature,
@@ -41,13 +43,16 @@ def _clear(tokens: tl.tensor, stops: tl.tensor, num_rows: tl.tensor) -> None:
             start += 256
 
 
-@triton.jit(do_not_specialize=["setting_stride", "num_rows", "vocab_size", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["setting_stride", "mask_stride", "num_rows", "vocab_size", "num_tiles"]
+)
 def scan_kernel(
     logits: tl.tensor, row_stride: tl.tensor, temperatures: tl.tensor, top_ks: tl.tensor,
-    seeds: tl.tensor, positions: tl.tensor, setting_stride: tl.tensor, rows: tl.tensor,
-    floats: tl.tensor, ids: tl.tensor, tokens: tl.tensor, stops: tl.tensor, num_rows: tl.tensor,
+    seeds: tl.tensor, positions: tl.tensor, setting_stride: tl.tensor, mask_bits: tl.tensor,
+    mask_stride: tl.tensor, has_grammar: tl.tensor, rows: tl.tensor, floats: tl.tensor,
+    ids: tl.tensor, tokens: tl.tensor, stops: tl.tensor, num_rows: tl.tensor,
     vocab_size: tl.tensor, num_tiles: tl.tensor, TILE: tl.constexpr, KEEP: tl.constexpr,
-    IS_GREEDY: tl.constexpr, HAS_ROWS: tl.constexpr, PDL: tl.constexpr,
+    IS_GREEDY: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ROWS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Per tile of `TILE` logits: maximum, its id; unless greedy also the sum of weights and a draw.
 
@@ -67,7 +72,13 @@ def scan_kernel(
     token = tile * TILE + tl.arange(0, TILE)
     is_real = token < vocab_size
     logits += place.to(tl.int64) * row_stride
+    row = place
+    if HAS_ROWS:
+        row = tl.load(rows + place)
     raw = tl.load(logits + token, mask=is_real, other=LOWEST).to(tl.float32)
+    if HAS_MASK:
+        mask, is_masked = mask_of(mask_bits, mask_stride, has_grammar, row, HAS_MASK)
+        raw = allowed(raw, token, is_real, mask, is_masked)
     x = clamped(raw)
     top, top_id = first_of_max(x, token, is_real)
     is_nan = tl.max((raw != raw).to(tl.int32)) > 0
@@ -76,9 +87,6 @@ def scan_kernel(
     tl.store(out, tl.where(is_nan, float("inf"), top))
     tl.store(out_ids, tl.where(is_nan, NO_TOKEN, top_id))
     if not IS_GREEDY:
-        row = place
-        if HAS_ROWS:
-            row = tl.load(rows + place)
         temperature = tl.load(temperatures + row * setting_stride)
         divisor = safe_temperature(temperature)
         weights = tl.exp2((x - top) * (LOG2_E / divisor))

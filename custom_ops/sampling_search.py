@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_engine.custom_ops.sampling_device import loaded, order_of, value_of
+from compiled_engine.custom_ops.sampling_device import loaded, loaded_row, order_of, value_of
 
 PIVOTS = tl.constexpr(8)
 # Passes whose pivots are guessed by value.
@@ -69,10 +69,15 @@ def tally_and_collect(
     below_value: tl.tensor,
     kept_values: tl.tensor,
     kept_ids: tl.tensor,
+    mask: tl.tensor,
+    is_masked: tl.tensor,
+    HAS_MASK: tl.constexpr,
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`tally` that also stores the logits in [from_value, below_value) and their ids, by lane.
+    """`tally` of a row that also stores its logits in [from_value, below_value) with ids, by lane.
+
+    The row is read under its mask, see `mask_of`.
 
     Returns:
         Counts, weights, and how many each lane has [1, LANES]; beyond `DEPTH` they were not stored.
@@ -84,7 +89,7 @@ def tally_and_collect(
     steps = tl.reshape(pivots, (PIVOTS, 1))
     for d in range(depth):
         is_real = d < lengths
-        x = loaded(source + d * LANES + lane, is_real)
+        x = loaded_row(source, d * LANES + lane, is_real, mask, is_masked, HAS_MASK)
         weight = tl.exp2((x - top) * scale)
         hit = is_real & (x >= low) & (x < high) & (x >= steps)
         counts += tl.where(hit, 1.0, 0.0)
@@ -179,7 +184,8 @@ def next_pivots(
 
 @triton.jit
 def search(
-    logits: tl.tensor, lengths: tl.tensor, depth: tl.tensor, kept_values: tl.tensor,
+    logits: tl.tensor, mask: tl.tensor, is_masked: tl.tensor, HAS_MASK: tl.constexpr,
+    lengths: tl.tensor, depth: tl.tensor, kept_values: tl.tensor,
     kept_ids: tl.tensor, kept: tl.tensor, kept_from: tl.tensor, kept_below: tl.tensor,
     floor: tl.tensor, is_count: tl.tensor, target: tl.tensor, share_target: tl.tensor,
     guess: tl.tensor, is_few: tl.tensor, top: tl.tensor, scale: tl.tensor,
@@ -219,7 +225,8 @@ def search(
             kept_below = tl.where(is_all | (level == 0), high_value, tl.max(values))
             counts, weights, kept = tally_and_collect(
                 logits, lengths, depth, low_value, high_value, values, top, scale,
-                kept_from, kept_below, kept_values, kept_ids, LANES, DEPTH,
+                kept_from, kept_below, kept_values, kept_ids, mask, is_masked, HAS_MASK,
+                LANES, DEPTH,
             )  # fmt: skip
             # Readers of the collection may be other threads than its writers.
             tl.debug_barrier()

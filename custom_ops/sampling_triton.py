@@ -15,8 +15,10 @@ from torch import Tensor
 
 from compiled_engine.custom_ops import sampling_cluster
 from compiled_engine.custom_ops.sampling import (
+    Masks,
     Places,
     RowSettings,
+    masks_of,
     sample_rows_reference,
     sample_tokens_reference,
 )
@@ -25,6 +27,7 @@ from compiled_engine.custom_ops.sampling_scan import scan_kernel
 from compiled_engine.custom_ops.triton_common import DTYPES, has_pdl
 
 MAX_TILES = 1024
+_MASK_DTYPES = (torch.uint8, torch.bool)
 
 
 class Config(NamedTuple):
@@ -51,12 +54,15 @@ class Config(NamedTuple):
     min_tiles: int = 256
 
 
-def unsupported_reason(logits: Tensor, settings: RowSettings, places: Places | None) -> str | None:
+def unsupported_reason(
+    logits: Tensor, settings: RowSettings, places: Places | None, masks: Masks | None = None
+) -> str | None:
     """Why the kernels cannot serve these arguments; None if they can. Reads shapes and dtypes."""
     wanted = (
         torch.float32, torch.int32, torch.float32, torch.float32, torch.int64,
     )  # fmt: skip
     extra = () if places is None else (places.rows, places.stop_ids)
+    bits = () if masks is None else tuple(masks)
     is_typed = all(t.dtype == d for t, d in zip(settings, wanted, strict=False))
     rules = (
         (logits.dtype in DTYPES, f"{logits.dtype}, they take {', '.join(map(str, DTYPES))}"),
@@ -65,6 +71,8 @@ def unsupported_reason(logits: Tensor, settings: RowSettings, places: Places | N
         (is_typed and settings.position.dtype in (torch.int32, torch.int64), "a setting's dtype"),
         (all(t.dtype == torch.int32 for t in extra), "rows or stop ids that are not int32"),
         (all(t.stride(-1) == 1 for t in extra), "rows or stop ids with a strided last dim"),
+        (all(t.dtype == d for t, d in zip(bits, _MASK_DTYPES, strict=False)), "a mask's dtype"),
+        (all(t.stride(-1) == 1 for t in bits), "masks with a strided last dim"),
     )
     return next((reason for is_met, reason in rules if not is_met), None)
 
@@ -110,22 +118,32 @@ def sample_rows(
     stop_ids: Tensor,
     vocab_size: int,
     is_greedy: bool,
+    mask_bits: Tensor | None = None,
+    has_grammar: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `sample_rows_reference`, which also serves what `unsupported_reason` names."""
     settings = RowSettings(temperature, top_k, top_p, min_p, seed, position)
-    places = Places(rows, stop_ids)
-    if unsupported_reason(logits, settings, places) is not None:
-        return sample_rows_reference(logits, *settings, *places, vocab_size, is_greedy)
-    tokens, stops = _run(logits, settings, places, vocab_size, is_greedy)
+    places, masks = Places(rows, stop_ids), masks_of(mask_bits, has_grammar)
+    if unsupported_reason(logits, settings, places, masks) is not None:
+        return sample_rows_reference(
+            logits, *settings, *places, vocab_size, is_greedy, mask_bits, has_grammar
+        )
+    tokens, stops = _run(logits, settings, places, vocab_size, is_greedy, masks=masks)
     return tokens[:, None], stops[:, None]
 
 
 def _run(
-    logits: Tensor, settings: RowSettings, places: Places | None, vocab_size: int, is_greedy: bool
+    logits: Tensor,
+    settings: RowSettings,
+    places: Places | None,
+    vocab_size: int,
+    is_greedy: bool,
+    *,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not is_greedy and sampling_cluster.is_served(logits, vocab_size):
-        return sampling_cluster.launch(logits, settings, places, vocab_size)
-    return launch(logits, settings, places, vocab_size, is_greedy)
+        return sampling_cluster.launch(logits, settings, places, vocab_size, masks=masks)
+    return launch(logits, settings, places, vocab_size, is_greedy, masks=masks)
 
 
 def launch(
@@ -135,6 +153,7 @@ def launch(
     vocab_size: int,
     is_greedy: bool,
     *,
+    masks: Masks | None = None,
     config: Config | None = None,
     is_pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -158,11 +177,12 @@ def launch(
     flags = stops.view(torch.uint8)
     is_pdl = is_pdl and has_pdl(logits.device)
     common: dict[str, Any] = {"HAS_ROWS": places is not None, "PDL": is_pdl, "launch_pdl": is_pdl}
+    masked = (flags, 0, flags) if masks is None else _mask_arguments(masks)
     scan_kernel[(num_places * num_tiles,)](
         logits, logits.stride(0), settings.temperature, settings.top_k, settings.seed,
-        settings.position, settings.temperature.stride(0), rows, floats, ids, tokens, flags,
-        num_results, vocab_size, num_tiles, TILE=config.tile, KEEP=config.keep,
-        IS_GREEDY=is_greedy, num_warps=config.scan_warps, **common,
+        settings.position, settings.temperature.stride(0), *masked, rows, floats, ids, tokens,
+        flags, num_results, vocab_size, num_tiles, TILE=config.tile, KEEP=config.keep,
+        IS_GREEDY=is_greedy, HAS_MASK=masks is not None, num_warps=config.scan_warps, **common,
     )  # fmt: skip
     common |= {
         "TILES": max(config.min_tiles, triton.next_power_of_2(num_tiles)),
@@ -176,14 +196,19 @@ def launch(
     depth = min(config.depth, triton.cdiv(vocab_size, config.lanes))
     kept = (num_places, depth, config.lanes)
     draw_kernel[(num_places,)](
-        logits, logits.stride(0), *settings, settings.temperature.stride(0), floats, ids,
+        logits, logits.stride(0), *settings, settings.temperature.stride(0), *masked, floats, ids,
         torch.empty(kept, dtype=logits.dtype, device=logits.device),
         torch.empty(kept, dtype=torch.int32, device=logits.device),
         *ends, vocab_size, num_tiles, TILE=config.tile, KEEP=config.keep, LANES=config.lanes,
-        DEPTH=depth, LIMIT=config.limit,
+        DEPTH=depth, LIMIT=config.limit, HAS_MASK=masks is not None,
         SHIFT=16 if logits.dtype == torch.bfloat16 else 0, num_warps=config.finish_warps, **common,
     )  # fmt: skip
     return tokens, stops
+
+
+def _mask_arguments(masks: Masks) -> tuple[Tensor, int, Tensor]:
+    """The masks as the kernels take them."""
+    return masks.bits, masks.bits.stride(0), masks.has_grammar.view(torch.uint8)
 
 
 def _with_one_stride(settings: RowSettings) -> RowSettings:

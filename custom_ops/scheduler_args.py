@@ -27,6 +27,7 @@ STATE_SIZES = (
     "max_rows", "num_pages", "page_size", "table_width", "max_tokens", "num_candidates",
     "max_releases", "index_buckets", "index_ways", "key_bits", "token_page_size",
     "num_token_pages", "token_table_width", "ring_size", "max_publishes", "prefix_caching",
+    "vocab_size",
 )  # fmt: skip
 PLAN_TENSORS = (
     "give", "emit", "rank", "victim", "admitted", "num_tokens", "wanted", "num_unserved",

@@ -47,7 +47,7 @@ class StepRecord(NamedTuple):
     emitted: Tensor  # bool, the row got tokens
     tokens: Tensor  # [R + 1, W] i32
     is_finished: Tensor  # bool, this step ended the row
-    is_failed: Tensor  # bool, likewise, because it got no valid token
+    is_failed: Tensor  # bool, likewise, because it got no valid token; `tokens` has what it got
     is_free: Tensor  # bool, the row is FREE after this step's plan
     is_retracted: Tensor  # bool, this step took the row's pages back
     num_cached: Tensor  # i32
@@ -64,8 +64,9 @@ def advance(
 ) -> StepRecord:
     """Advances the state by the sampled tokens, in place.
 
-    A row that was computed and has a negative token fails, mid-prompt too: its logits held NaN. It
-    ends, gets no token, and none of the pages it completed in this step is published.
+    A row that was computed and has no token of the vocabulary fails, mid-prompt too: its logits
+    held NaN, or its sampler went wrong. It ends, gets no token, and none of the pages it completed
+    in this step is published.
 
     Args:
         shape: static sizes.
@@ -80,7 +81,8 @@ def advance(
     idle = ((plan.give > 0) & ~is_runnable).sum().int()
     state.error[ERROR_TOKENS_TO_IDLE_ROW : ERROR_TOKENS_TO_IDLE_ROW + 1].add_(idle)
     give = torch.where(is_runnable, plan.give, 0)
-    is_failed = (give > 0) & (tokens[:, 0] < 0)
+    is_token = (tokens[:, 0] >= 0) & (tokens[:, 0] < shape.vocab_size)
+    is_failed = (give > 0) & ~is_token
     emit = plan.emit & (count > 0) & is_runnable & ~is_failed
     old_pages = state.num_computed.long() // shape.page_size
     state.num_computed.add_(give)

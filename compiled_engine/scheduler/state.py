@@ -84,6 +84,7 @@ class SchedulerShape:
         max_forced: tokens that a grammar mask can bring with it, at most `token_page_size`; 0 takes
             32 or that.
         prefix_caching: match, defer and publish pages.
+        vocab_size: sampled ids from it on, and below 0, are no tokens: they end their row.
     """
 
     max_rows: int
@@ -104,6 +105,7 @@ class SchedulerShape:
     max_masks: int = 64
     max_forced: int = 0
     prefix_caching: bool = True
+    vocab_size: int = 2**31 - 1
 
     def __post_init__(self) -> None:
         if self.token_page_size % self.page_size:

@@ -20,6 +20,7 @@ from compiled_engine.custom_ops.sampling import (
 from compiled_engine.custom_ops.sampling_cluster import ClusterConfig, default_config, variant_of
 from tests.helpers.emulated_sampling import SMALL, run_emulated
 from tests.helpers.sampling_boundary import boundary_probe, head_and_tail
+from tests.helpers.sampling_masks import WIDTHS, check_masked, masked_case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # top_k, top_p, min_p
@@ -192,6 +193,21 @@ def test_emulated_row_with_a_nan_has_no_token_and_spoils_no_other(dtype):
     assert not expected[1].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("vocab", "padding"), WIDTHS)
+def test_emulated_masks_equal_logits_masked_before(vocab, padding, dtype):
+    torch.manual_seed(vocab)
+    num_places = len(LIMITS)
+    settings = settings_of(num_places + 5)
+    for order, kind in enumerate(("normal", "ties", "large")):
+        logits = logits_of(kind, num_places, vocab + padding).to(dtype)
+        case = masked_case(logits, settings, vocab)
+        shared = (case.settings, case.places, vocab)
+        got = run_emulated(case.logits, *shared, masks=case.masks, order=order)
+        check_masked(case, got, run_emulated(case.masked, *shared))
+        check_masked(case, got, sample_rows_reference(*case.plain_call(is_greedy=False)))
+
+
 def test_emulated_result_does_not_depend_on_the_cut_of_the_launch():
     torch.manual_seed(1)
     logits, settings = logits_of("normal", 11, 333), settings_of(11)
@@ -209,10 +225,11 @@ def test_emulated_result_does_not_depend_on_the_cut_of_the_launch():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("places", [1, 256])
-def test_kernels_compile_without_spills(places, dtype):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_kernels_compile_without_spills(arch, places, dtype):
     pytest.importorskip("cuda.bindings.nvrtc")
     variant = variant_of(dtype, 151936, default_config(dtype, 151936, places))
-    log = compile_source(sampling_cluster.SOURCE, "sm_90a", variant.flags).log
+    log = compile_source(sampling_cluster.SOURCE, arch, variant.flags).log
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log) == [("0", "0")], (
         log
     )
@@ -263,6 +280,21 @@ def test_cut_is_exact_to_the_token(dtype):
     got, _ = sampling_cluster.launch(probe.logits, probe.settings, None, vocab)
     assert probe.expected.shape[0] > rows
     assert torch.equal(got.long(), probe.expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("vocab", [5, 32017, 151669])
+@pytest.mark.parametrize("places", [1, 40])
+def test_masks_equal_logits_masked_before(places, vocab, dtype):
+    needs_clusters()
+    settings = on_the_gpu(settings_of(places + 5))
+    for kind in ("normal", "ties", "large"):
+        logits = logits_of(kind, places, vocab + 2).cuda().to(dtype)
+        case = masked_case(logits, settings, vocab)
+        shared = (case.settings, case.places, vocab)
+        got = sampling_cluster.launch(case.logits, *shared, masks=case.masks)
+        check_masked(case, got, sampling_cluster.launch(case.masked, *shared))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from compiled_engine.custom_ops.sampling import (
     top_logprobs_reference,
 )
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.sampling_masks import WIDTHS, check_masked, masked_case
 
 pytest.importorskip("triton")
 
@@ -20,7 +21,7 @@ MODULE = "tests.helpers.interpreted_sampling"
 
 
 def test_interpreted_kernels_equal_the_references():
-    run_interpreted(MODULE, "greedy", "nan", "rows", "reasons", "logprobs", "few")
+    run_interpreted(MODULE, "greedy", "nan", "rows", "reasons", "logprobs", "few", "masks")
 
 
 @pytest.mark.slow
@@ -28,14 +29,14 @@ def test_interpreted_kernels_under_every_limit_on_hard_rows():
     run_interpreted(MODULE, "kinds", "hot")
 
 
-def random_settings(rows: int) -> RowSettings:
-    top_k = torch.randint(-1, 3000, (rows,), dtype=torch.int32, device="cuda")
-    top_p = 1 - 0.9 * torch.rand(rows, device="cuda")
-    min_p = torch.rand(rows, device="cuda").pow(3)
-    temperature = torch.rand(rows, device="cuda") * 1.5
+def random_settings(rows: int, device: str = "cuda") -> RowSettings:
+    top_k = torch.randint(-1, 3000, (rows,), dtype=torch.int32, device=device)
+    top_p = 1 - 0.9 * torch.rand(rows, device=device)
+    min_p = torch.rand(rows, device=device).pow(3)
+    temperature = torch.rand(rows, device=device) * 1.5
     top_k[::3], top_p[1::3], min_p[::2], temperature[::7] = 0, 1.0, 0.0, 0.0
-    seed = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
-    return RowSettings(temperature, top_k, top_p, min_p, seed, torch.arange(rows, device="cuda"))
+    seed = torch.randint(-(2**62), 2**62, (rows,), device=device)
+    return RowSettings(temperature, top_k, top_p, min_p, seed, torch.arange(rows, device=device))
 
 
 def tokens_by_op(logits: Tensor, settings: RowSettings, vocab: int, is_greedy: bool) -> Tensor:
@@ -93,6 +94,47 @@ def test_a_row_with_a_nan_has_no_token_and_spoils_no_other(rows, tokens_of):
         assert (got[::3] == NO_TOKEN).all()
         got[::3] = plain[::3]
         assert torch.equal(got, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.parametrize(("vocab", "padding"), WIDTHS)
+def test_masks_of_the_op_equal_logits_masked_before(vocab, padding, rows, dtype):
+    torch.manual_seed(vocab + rows)
+    settings = random_settings(rows + 5, "cpu")
+    logits = (torch.randn(rows, vocab + padding) * 3).to(dtype)
+    case = masked_case(logits, settings, vocab)
+    for is_greedy in (False, True):
+        got = torch.ops.ce.sample_rows.default(*case.call(is_greedy=is_greedy))
+        plain = torch.ops.ce.sample_rows.default(*case.plain_call(is_greedy=is_greedy))
+        check_masked(case, got, plain)
+
+
+def test_one_half_of_a_mask_is_refused():
+    case = masked_case(torch.randn(1, 9), random_settings(2, "cpu"), 9)
+    with pytest.raises(AssertionError, match="mask_bits without has_grammar"):
+        torch.ops.ce.sample_rows.default(*case.plain_call(is_greedy=True), case.masks.bits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 40, 256])
+@pytest.mark.parametrize("vocab", [5, 32017, 151669])
+@pytest.mark.parametrize("is_triton", [False, True], ids=["op", "triton"])
+def test_masks_equal_logits_masked_before(is_triton, vocab, rows, dtype):
+    from compiled_engine.custom_ops import sampling_triton
+
+    logits = (torch.randn(rows, vocab + 3, device="cuda") * 3).to(dtype)
+    case = masked_case(logits, random_settings(rows + 5), vocab)
+    for is_greedy in (False, True):
+        if is_triton:
+            shared = (case.settings, case.places, vocab, is_greedy)
+            got = sampling_triton.launch(case.logits, *shared, masks=case.masks)
+            plain = sampling_triton.launch(case.masked, *shared)
+        else:
+            got = torch.ops.ce.sample_rows.default(*case.call(is_greedy=is_greedy))
+            plain = torch.ops.ce.sample_rows.default(*case.plain_call(is_greedy=is_greedy))
+        check_masked(case, got, plain)
 
 
 @pytest.mark.gpu

@@ -247,6 +247,54 @@ def test_nan_ends_a_request_that_asked_for_log_probabilities(folder, expected):
     assert engine.tokens == {n: expected[n] for n in range(3)}
 
 
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_id_that_no_token_has_ends_one_request_and_leaves_the_others_alone(
+    folder, expected, overlap
+):
+    made = []
+    for step in range(1, 8):
+        engine = TurnedEngine(
+            tiny_engine(folder, overlap_schedule=overlap), Fault("token", step=step)
+        )
+        vocab_size = engine.loop.executor.pieces.vocab_size
+        engine.submit(params=msgspec.structs.replace(GREEDY, logprobs=2))
+        engine.finish()
+        failed = engine.ends.pop(3)
+        assert (failed.finish_reason, failed.is_refusal) == ("error", False)
+        assert f"token {vocab_size}" in str(failed.error)
+        ids = engine.tokens.pop(3)
+        assert ids == expected[3][: len(ids)]
+        made.append(len(ids))
+        assert engine.tokens == {n: expected[n] for n in range(3)}
+        assert {end.finish_reason for end in engine.ends.values()} == {"length"}
+        assert engine.loop.stats.num_scheduler_errors == 0
+        engine.tokens, engine.ends = {}, {}
+        engine.submit()
+        engine.finish()
+        assert engine.tokens == expected
+        _is_whole(engine)
+    assert min(made) == 1
+    assert max(made) > 4
+
+
+def test_pages_of_a_step_that_gave_no_token_are_never_cached(folder):
+    """In the middle of a prompt, of which 64 tokens are a step."""
+    prompt, cached = list(range(3, 203)), []
+    engine = TurnedEngine(tiny_engine(folder), Fault("token", step=2))
+    engine.submit([prompt])
+    engine.finish(1)
+    assert engine.ends[0].finish_reason == "error"
+    assert engine.tokens == {0: []}
+    for _ in range(2):
+        engine.tokens, engine.ends = {}, {}
+        engine.submit([prompt])
+        engine.finish(1)
+        cached.append(engine.ends[0].num_cached_tokens)
+    # The step before left its pages, and a run without the fault those of the whole prompt.
+    assert cached == [64, 196]
+    _is_whole(engine)
+
+
 def test_raise_fault_leaves_the_loop(folder):
     engine = TurnedEngine(tiny_engine(folder), Fault("raise", step=2))
     engine.submit()

@@ -262,17 +262,26 @@ def test_gpu_a_start_that_cannot_fit_ends_with_the_sums(folder, own_ceiling):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"cudagraph_mode": "none"}, {"scheduler": "torch"}, {"device_loop": True}],
-    ids=["graphs", "none", "torch", "device-loop"],
+    ("kind", "options"),
+    [
+        ("nan", {}),
+        ("nan", {"cudagraph_mode": "none"}),
+        ("nan", {"scheduler": "torch"}),
+        ("nan", {"device_loop": True}),
+        ("token", {"cudagraph_mode": "none"}),
+        ("token", {"cudagraph_mode": "none", "scheduler": "torch"}),
+    ],
+    ids=["graphs", "none", "torch", "device-loop", "token-none", "token-torch"],
 )
-def test_gpu_nan_ends_one_row_with_an_error_and_leaves_the_others_alone(exact_folder, options):
+def test_gpu_bad_sample_ends_one_row_with_an_error_and_leaves_the_others_alone(
+    exact_folder, kind, options
+):
     engine = exact_engine(exact_folder, **options)
     prompts, long = prompts_of(61, 20, 33, 50), msgspec.structs.replace(GREEDY, max_tokens=150)
     drawn = msgspec.structs.replace(long, temperature=0.8, top_p=0.9, seed=3)
     for params in (long, drawn):
         expected = run_requests(engine, prompts, params).tokens
-        fault = Fault("nan", step=engine.loop.stats.num_steps + 7)
+        fault = Fault(kind, step=engine.loop.stats.num_steps + 7)
         answers = run_grammars(
             engine,
             [params] * 3,
@@ -281,7 +290,7 @@ def test_gpu_nan_ends_one_row_with_an_error_and_leaves_the_others_alone(exact_fo
         )
         error = answers[2].error
         assert error is not None
-        assert "NaN" in str(error.error)
+        assert {"nan": "NaN", "token": "no such id"}[kind] in str(error.error)
         assert answers[2].tokens == expected[2][: len(answers[2].tokens)]
         assert [answer.tokens for answer in answers[:2]] == expected[:2]
         # What it wrote was not published: the same prompts give the same answers.

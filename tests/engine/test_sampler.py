@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_engine.custom_ops.sampling import gumbel_noise
+from compiled_engine.compile.driver import CompileDriver
+from compiled_engine.config import EngineConfig
+from compiled_engine.custom_ops.sampling import Masks, gumbel_noise, mask_logits
+from compiled_engine.pieces import StepPieces
 from compiled_engine.request import SamplingParams
 from compiled_engine.sampler import (
     RowMask,
@@ -20,7 +23,6 @@ from compiled_engine.sampler import (
     Variant,
     apply_params,
     build_param_inbox,
-    mask_logits,
     new_mask_bits,
     new_row_params,
     sample,
@@ -423,10 +425,45 @@ def test_masks_forbid_what_a_grammar_does_not_allow(vocab_size, num_columns, dty
     has_grammar = torch.tensor([True, False, True, True, False, True])
     seq_rows = torch.tensor([5, 1, 0, 4, 2], dtype=torch.int32)
     logits = torch.randn(5, num_columns, generator=generator).to(dtype)
-    masked = mask_logits(logits, bits, has_grammar, seq_rows)
+    masked = mask_logits(logits, Masks(bits, has_grammar), seq_rows)
     assert masked.dtype == dtype
     for place, row in enumerate(seq_rows.tolist()):
         expected = logits[place].clone()
         if has_grammar[row]:
             expected[:vocab_size][~allowed[row]] = float("-inf")
         assert torch.equal(masked[place, :vocab_size], expected[:vocab_size])
+
+
+@pytest.mark.parametrize("variant", list(Variant))
+def test_masks_behind_penalties_equal_logits_masked_before_them(variant):
+    """So do the samplers of both kinds of machine."""
+    rows = mixed_rows(variant)
+    num_rows = rows.shape.max_rows
+    bits = new_mask_bits(num_rows + 1, PADDED_VOCAB, "cpu")
+    bits.copy_(torch.randint(256, bits.shape, generator=torch.Generator().manual_seed(1)))
+    bits[0] = 0
+    bits[0, 4] = 1 << 3
+    masks = Masks(bits, torch.arange(num_rows + 1) % 3 != 1)
+    seq_rows = torch.arange(num_rows, dtype=torch.int32).flip(0)
+    pieces = StepPieces.__new__(StepPieces)
+    pieces.shape, pieces.vocab_size = rows.shape, VOCAB
+    pieces._driver = CompileDriver(EngineConfig(model="", enforce_eager=True))
+    samplers = (pieces._gpu_sampler(variant), pieces._cpu_sampler(variant))
+    shared = (rows.shape, rows.state, rows.params)
+    for seed in range(4):
+        logits = rows.logits(seed)
+        logits[2, 7] = float("nan")
+        masked = mask_logits(logits, masks, seq_rows)
+        expected = sample(*shared, masked, seq_rows, VOCAB, variant)
+        found = [sample(*shared, logits, seq_rows, VOCAB, variant, masks=masks)]
+        found += [s(rows.state, rows.params, logits, seq_rows, masks) for s in samplers]
+        for each in found:
+            assert torch.equal(each.tokens, expected.tokens)
+            assert torch.equal(each.is_stop, expected.is_stop)
+        assert int(expected.tokens[0]) == 35, "the only token that its grammar allows"
+        unmasked = sample(*shared, logits, seq_rows, VOCAB, variant)
+        assert not torch.equal(unmasked.tokens, expected.tokens)
+        for each in samplers:
+            assert torch.equal(
+                each(rows.state, rows.params, logits, seq_rows).tokens, unmasked.tokens
+            )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_engine.custom_ops import sampling_cluster
-from compiled_engine.custom_ops.sampling import Places, RowSettings
+from compiled_engine.custom_ops.sampling import Masks, Places, RowSettings
 from compiled_engine.custom_ops.sampling_cluster import ClusterConfig, SampleArgs
 from tests.helpers import cuda_emulator
 from tests.helpers.emulated_build import emulated_library
@@ -36,6 +36,7 @@ def run_emulated(
     *,
     config: ClusterConfig = SMALL,
     order: int = cuda_emulator.ASCENDING,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `sampling_cluster.launch`; results that the kernel does not write are 77 and True.
 
@@ -47,7 +48,9 @@ def run_emulated(
     stops = torch.ones(num_results, dtype=torch.bool)
     variant = sampling_cluster.variant_of(logits.dtype, vocab_size, config)
     results = (tokens, stops.view(torch.uint8))
-    args = sampling_cluster.arguments(logits, settings, places, results, variant, vocab_size)
+    args = sampling_cluster.arguments(
+        logits, settings, places, results, variant, vocab_size, masks=masks
+    )
     library = emulated_library(sampling_cluster.SOURCE, _MACHINE, _CALL, variant.flags)
     threads = config.cluster * config.block
     size = ctypes.sizeof(SampleArgs)

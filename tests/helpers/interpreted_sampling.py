@@ -14,6 +14,7 @@ from torch import Tensor
 from compiled_engine.custom_ops import logprobs_triton, sampling_triton
 from compiled_engine.custom_ops.sampling import (
     NO_TOKEN,
+    Masks,
     Places,
     RowSettings,
     sample_rows_reference,
@@ -22,6 +23,7 @@ from compiled_engine.custom_ops.sampling import (
 )
 from compiled_engine.custom_ops.sampling_triton import Config
 from tests.helpers.interpreted import readable_loop_bounds
+from tests.helpers.sampling_masks import WIDTHS, check_masked, masked_case
 
 # Small enough that a vocabulary of some hundred has many tiles, passes and full lanes.
 SMALL = Config(
@@ -175,6 +177,23 @@ def check_rows() -> None:
         assert is_greedy or bool(got[1][3])
 
 
+def check_masks() -> None:
+    """Under masks tokens are those of logits that were masked before, in every variant."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for i, (vocab_size, padding) in enumerate(WIDTHS[:4]):
+        by_row = settings_of(LIMITS[3:11], is_hot=i % 2 == 0)
+        # The draws of all tiles, of some again, and of what a search has collected.
+        by_row.temperature[0] = 4.0
+        logits = (torch.randn(6, vocab_size + padding) * 3).to(dtypes[i % 3])
+        case = masked_case(logits, by_row, vocab_size)
+        for is_greedy in (False, True):
+            shared = (case.settings, case.places, vocab_size, is_greedy)
+            got = sampling_triton.launch(case.logits, *shared, masks=case.masks, config=SMALL)
+            plain = sampling_triton.launch(case.masked, *shared, config=SMALL)
+            check_masked(case, got, plain)
+            check_masked(case, got, sample_rows_reference(*case.plain_call(is_greedy=is_greedy)))
+
+
 def check_logprobs() -> None:
     """Ids, log probabilities and ties; tiles shorter than k; forbidden tokens; a strided row."""
     for width, k in ((70, 5), (33, 20), (3, 3)):
@@ -200,6 +219,19 @@ def check_reasons() -> None:
     assert sampling_triton.unsupported_reason(logits, settings, None) is None
     for wrong in (logits.double(), logits.t(), logits[0]):
         assert sampling_triton.unsupported_reason(wrong, settings, None) is not None
+    rows = torch.zeros(1, dtype=torch.int32)
+    bits = torch.zeros(1, 2, dtype=torch.uint8)
+    flags = torch.ones(1, dtype=torch.bool)
+    for masks, is_taken in (
+        (Masks(bits, flags), True),
+        (Masks(bits.int(), flags), False),
+        (Masks(bits, flags.int()), False),
+        (Masks(bits[:, ::2], flags), False),
+    ):
+        reason = sampling_triton.unsupported_reason(
+            logits, settings, Places(rows, rows[:, None]), masks
+        )
+        assert (reason is None) == is_taken
     wrong_settings = settings._replace(top_k=settings.top_k.long())
     assert sampling_triton.unsupported_reason(logits, wrong_settings, None) is not None
 
@@ -211,6 +243,7 @@ CHECKS = {
     "reasons": check_reasons,
     "logprobs": check_logprobs,
     "few": check_few,
+    "masks": check_masks,
     "hot": check_hot,
     "kinds": check_kinds,
 }

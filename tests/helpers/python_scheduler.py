@@ -36,8 +36,7 @@ RESIDENT = (RowState.PREFILL, RowState.DECODE, RowState.BLOCKED)
 LIVE = (RowState.WAITING, *RESIDENT, RowState.RETRACTED)
 ENDED = (RowState.FINISHED, RowState.ABORTING)
 
-# Of a row whose prompt is not scored.
-NO_SCORES = 2**31 - 1
+NO_SCORES = 2**31 - 1  # of a row whose prompt is not scored
 
 SUBMIT_TO_USED_ROW, MASK_WITHOUT_GRAMMAR, TOKENS_TO_IDLE_ROW = range(3)
 NO_TOKEN_PAGE, FORCED_ELSEWHERE = range(3, 5)
@@ -78,6 +77,9 @@ class Shape(Protocol):
 
     @property
     def prefix_caching(self) -> bool: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 @dataclass
@@ -432,12 +434,12 @@ class PythonScheduler:
         """Books one computed step: appends sampled tokens, publishes pages, moves states.
 
         Args:
-            tokens: sampled token of every row in the plan's `emit`; -1 for any row that computed
-                tokens, if its logits hold NaN.
+            tokens: sampled token of every row in the plan's `emit`; for any row that computed
+                tokens, an id outside the vocabulary if its sampler found none.
             stops: whether that token ends the request.
         """
         plan = self.current
-        failed = {index for index in plan.rank if tokens.get(index, 0) < 0}
+        failed = {i for i in plan.rank if not 0 <= tokens.get(i, 0) < self.shape.vocab_size}
         completed: dict[int, range] = {}
         for row in self.rows:
             give = plan.give.get(row.index, 0)
@@ -455,10 +457,9 @@ class PythonScheduler:
         self._publish(completed)
         for index in plan.emit - failed:
             row = self.rows[index]
-            if stops.get(index, False) or row.num_tokens == row.max_len:
-                row.state = RowState.FINISHED
-            else:
-                row.state = RowState.BLOCKED if row.mask_missing else RowState.DECODE
+            is_over = stops.get(index, False) or row.num_tokens == row.max_len
+            going_on = RowState.BLOCKED if row.mask_missing else RowState.DECODE
+            row.state = RowState.FINISHED if is_over else going_on
         if plan.victim >= 0 and self.rows[plan.victim].state in RESIDENT:
             self.rows[plan.victim].state = RowState.RETRACTED
 

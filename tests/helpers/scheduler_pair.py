@@ -48,6 +48,7 @@ def small_shape(**changes: Any) -> SchedulerShape:
         "max_aborts": 4,
         "max_masks": 4,
         "prefix_caching": True,
+        "vocab_size": RUBBISH_TOKEN + 1,
     }
     values |= changes
     values.setdefault("token_page_size", 2 * values["page_size"])
@@ -171,14 +172,15 @@ class Pair:
             budget: tokens of the step.
             sample: gets (row, position).
             stops: likewise.
-            spoils: whether the logits after a chunk that ends before `position` are NaN.
+            spoils: whether a chunk that ends before `position` gets no token of the vocabulary.
         """
         planned = self.half_step(self.shape.max_tokens if budget is None else budget)
         places = {row: self.oracle.rows[row].num_tokens for row in planned.emit}
         tokens = {row: sample(row, place) for row, place in places.items()}
         for row in planned.rank:
             if spoils(row, self.oracle.rows[row].num_computed + planned.give[row]):
-                tokens[row] = -1
+                vocab_size = self.shape.vocab_size
+                tokens[row] = (-1, vocab_size, -(2**31), 2**31 - 1)[self.num_steps % 4]
         self.finish_step(tokens, {row: stops(row, place) for row, place in places.items()})
         return planned
 

@@ -13,10 +13,13 @@ struct SampleArgs {
     const void* position;  // i64 if `is_wide`, else i32
     const i32* rows;       // [S] or null
     const i32* stop_ids;   // [R, num_stops]
+    const u8* mask_bits;   // [R, bytes] or null: bit i % 8 of byte i / 8, whether token i is allowed
+    const u8* has_grammar;  // [R]; the masks of other rows are not read
     i32* tokens;           // [R] or, without `rows`, [S]
     u8* stops;             // the same; untouched without `rows`
     i64 row_stride;        // of the logits, in values
     i64 stop_stride;
+    i64 mask_stride;
     i32 temperature_stride;
     i32 top_k_stride;
     i32 top_p_stride;
@@ -34,6 +37,8 @@ constexpr i32 VALUE_BYTES = KIND == 0 ? 4 : 2;
 constexpr i32 PER_VECTOR = 16 / VALUE_BYTES;
 // Low bits of a logit's order that say nothing.
 constexpr i32 SHIFT = KIND == 0 ? 0 : KIND == 1 ? 16 : 13;
+// A word of the lowest value, once or twice; of fp16 it is -inf.
+constexpr u32 LOWEST_BITS = KIND == 0 ? 0xff7f0000u : KIND == 1 ? 0xff7fff7fu : 0xfc00fc00u;
 
 // What the blocks of a cluster exchange, and the threads of a block; then the slice of the row.
 struct Exchange {
@@ -92,7 +97,7 @@ DEVICE float value_in(const Quad& vector, i32 i) { return fmaxf(raw_in(vector, i
 DEVICE Quad edge_vector(const char* source, i32 first_id, i32 vocab_size) {
     Quad vector;
 #pragma unroll
-    for (i32 j = 0; j < 4; j++) vector.x[j] = KIND == 0 ? 0xff7f0000u : KIND == 1 ? 0xff7fff7fu : 0xfc00fc00u;
+    for (i32 j = 0; j < 4; j++) vector.x[j] = LOWEST_BITS;
 #pragma unroll
     for (i32 j = 0; j < PER_VECTOR; j++) {
         if ((u32)(first_id + j) >= (u32)vocab_size) continue;
@@ -106,11 +111,42 @@ DEVICE Quad edge_vector(const char* source, i32 first_id, i32 vocab_size) {
     return vector;
 }
 
-// Copies this block's part of a row to shared memory. Vectors are aligned in global memory, so the
-// first and the last may begin before the row or end after it.
+// Which of a vector's tokens a row's mask allows, a bit each; those outside the row are not.
+DEVICE u32 allowed_in(const u8* mask, i32 first_id, i32 vocab_size, bool is_inside) {
+    if (is_inside) {
+        const i32 last = (first_id + PER_VECTOR - 1) / 8;
+        return ((u32)mask[first_id / 8] | (u32)mask[last] << 8) >> (first_id % 8);
+    }
+    u32 allowed = 0;
+    for (i32 j = 0; j < PER_VECTOR; j++) {
+        const i32 id = first_id + j;
+        if ((u32)id < (u32)vocab_size) allowed |= (u32)(mask[id / 8] >> (id % 8) & 1) << j;
+    }
+    return allowed;
+}
+
+// The same vector with the lowest value in the place of what is not allowed, but for a NaN.
+DEVICE Quad masked_vector(const Quad& vector, u32 allowed) {
+    Quad kept = vector;
+#pragma unroll
+    for (i32 j = 0; j < PER_VECTOR; j++) {
+        const float x = raw_in(vector, j);
+        if (allowed >> j & 1 || x != x) continue;
+#if KIND == 0
+        kept.x[j] = LOWEST_BITS;
+#else
+        kept.x[j / 2] = (kept.x[j / 2] & (0xffff0000u >> j % 2 * 16)) | (LOWEST_BITS & 0xffffu << j % 2 * 16);
+#endif
+    }
+    return kept;
+}
+
+// Copies this block's part of a row to shared memory, as `mask` leaves it if IS_MASKED. Vectors are
+// aligned in global memory, so the first and the last may begin before the row or end after it.
 //
 // Returns the thread's largest logit with its token, or 0; NAN_PAIR if it has seen a NaN.
-DEVICE u64 load_slice(Slice& slice, const char* row, i32 vocab_size, i32 max_vectors) {
+template <bool IS_MASKED>
+DEVICE u64 load_slice(Slice& slice, const char* row, const u8* mask, i32 vocab_size, i32 max_vectors) {
     const i32 skew = (i32)((u64)row % 16) / VALUE_BYTES;
     const i32 whole = (vocab_size + skew + PER_VECTOR - 1) / PER_VECTOR;
     const i32 start = (i32)slice.rank * max_vectors;
@@ -125,7 +161,8 @@ DEVICE u64 load_slice(Slice& slice, const char* row, i32 vocab_size, i32 max_vec
         const i32 id = slice.first_id + v * PER_VECTOR;
         const bool is_inside = id >= 0 && id + PER_VECTOR <= vocab_size;
         const char* place = source + (i64)v * 16;
-        const Quad vector = is_inside ? *(const Quad*)place : edge_vector(place, id, vocab_size);
+        Quad vector = is_inside ? *(const Quad*)place : edge_vector(place, id, vocab_size);
+        if (IS_MASKED) vector = masked_vector(vector, allowed_in(mask, id, vocab_size, is_inside));
         ((Quad*)slice.values)[v] = vector;
         float top = LOWEST;
 #pragma unroll

@@ -93,7 +93,10 @@ extern "C" __global__ void CLUSTER_SIZE __launch_bounds__(BLOCK, RESIDENT)
     const i32 place = cluster_index();
     const Settings s = settings_of(args, place);
     const char* logits = args.logits + place * args.row_stride * VALUE_BYTES;
-    const u64 mine = load_slice(slice, logits, args.vocab_size, args.slice);
+    const u8* mask = nullptr;
+    if (args.mask_bits && args.has_grammar[s.row]) mask = args.mask_bits + s.row * args.mask_stride;
+    const u64 mine = mask ? load_slice<true>(slice, logits, mask, args.vocab_size, args.slice)
+                          : load_slice<false>(slice, logits, mask, args.vocab_size, args.slice);
     cluster_wait();  // for all blocks to have begun
     send_best(slice, mine, 0);
     cluster_arrive();

@@ -26,7 +26,7 @@ struct AdvanceArgs {
     State state;
     PlanOut plan;
     RecordRing record;
-    const i32* tokens;    // [max_rows + 1], sampled; negative: the logits held NaN
+    const i32* tokens;    // [max_rows + 1], sampled; an id outside the vocabulary ends its row
     const bool* is_stop;  // [max_rows + 1], the token ends its row
     char* scratch;        // PLACE_BYTES * max_publishes, aligned to 16
 };
@@ -91,7 +91,7 @@ DEVICE RowStep read_row(const AdvanceArgs& a, i32 row) {
     r.num_cached = s.num_cached[row];
     bool is_runnable = r.state == PREFILL || r.state == DECODE;
     r.give = is_runnable ? planned : 0;
-    r.is_failed = r.give > 0 && r.token < 0;
+    r.is_failed = r.give > 0 && (u32)r.token >= (u32)s.vocab_size;
     r.emit = is_runnable && emit && !r.is_failed;
     if (planned > 0 && !is_runnable) atomicAdd(s.error + ERROR_TOKENS_TO_IDLE_ROW, 1);
     return r;

@@ -90,6 +90,7 @@ struct State {
     i32 ring_size;
     i32 max_publishes;
     i32 prefix_caching;
+    i32 vocab_size;
 };
 
 // What a step computes; see Plan in compiled_engine/scheduler/plan.py. Rows are [max_rows + 1].
