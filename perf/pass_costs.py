@@ -9,6 +9,7 @@ Engines are built in processes beside one another, and measured in turn when all
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,8 +33,10 @@ ENGINE = {
     "max_total_tokens": 2048 * BATCH_SIZE,
     "chunked_prefill_size": 64,
 }
-# Engines there are at once: their weights must fit the device together.
-NUM_PROCESSES = 7
+# Engines there are at once: their weights must fit the device together, and what compiles for each.
+NUM_PROCESSES = 5
+# Processes that compile for one engine, at most.
+MAX_COMPILE_JOBS = 8
 BUILD_TIMEOUT_S = 400.0
 
 
@@ -97,13 +100,20 @@ def measure_passes(
 def run_in_processes(job: Job, left_out: Sequence[tuple[str, ...]]) -> Iterator[Found]:
     """`run_job` for each, some at a time."""
     context = multiprocessing.get_context("spawn")
+    cores = len(os.sched_getaffinity(0))
     for start in range(0, len(left_out), NUM_PROCESSES):
         group = left_out[start : start + NUM_PROCESSES]
         with (
             context.Manager() as manager,
             ProcessPoolExecutor(len(group), context, max_tasks_per_child=1) as pool,
         ):
-            shared = replace(job, turn=manager.Lock(), built=manager.Barrier(len(group)))
+            compile_jobs = min(MAX_COMPILE_JOBS, max(1, cores // len(group)))
+            shared = replace(
+                job,
+                options={**job.options, "compile_jobs": compile_jobs},
+                turn=manager.Lock(),
+                built=manager.Barrier(len(group)),
+            )
             jobs = [pool.submit(run_job, shared, names) for names in group]
             for found in jobs:
                 if isinstance(found.exception(), BrokenBarrierError):
