@@ -60,6 +60,12 @@ _ROWS = {
     Shape.MANY_ROWS: RowConfig(2, 1024, 4, 4),
     Shape.VOCABULARY: RowConfig(2, 2048, 2, 4),
 }
+# For one token and 4097 to 8192 rows, by columns, up to; measured with the qkv product of
+# Qwen3-30B-A3B and of gpt-oss-20b. Wider ones take what is above.
+_NARROW_ROWS = {2048: RowConfig(4, 2048, 1, 4), 3072: RowConfig(4, 1024, 2, 4)}
+# For one token and so few rows that programs of several would leave multiprocessors idle: routers.
+MAX_LONE_ROWS = 512
+_LONE_ROWS = RowConfig(1, 2048, 1, 8)
 # By tokens, up to.
 _TILES = {
     8: {
@@ -168,6 +174,16 @@ def _shape_of(traits: Traits) -> Shape:
     return Shape.of(traits["rows"], traits["size"], bool(traits["is_gated"]))
 
 
+def _pick_rows(traits: Traits) -> RowConfig:
+    """Sizes of the kernel for one token."""
+    shape = _shape_of(traits)
+    if shape == Shape.FEW_ROWS and traits["rows"] <= MAX_LONE_ROWS:
+        return _LONE_ROWS
+    if shape == Shape.MORE_ROWS and traits["size"] <= max(_NARROW_ROWS):
+        return _NARROW_ROWS[_first_limit(_NARROW_ROWS, traits["size"])]
+    return _ROWS[shape]
+
+
 def pick_config(kernel: str, traits: Traits) -> Config:
     """Sizes of a kernel, one of `CANDIDATES` of `gemm`; they can be made for every product.
 
@@ -175,7 +191,7 @@ def pick_config(kernel: str, traits: Traits) -> Config:
     """
     shape = _shape_of(traits)
     if kernel == "row":
-        return _ROWS[shape]
+        return _pick_rows(traits)
     if kernel == "mma":
         is_deep = shape in (Shape.FEW_ROWS, Shape.LONG_ROWS)
         return _MMA[Shape.MORE_ROWS if is_deep and traits["has_norm"] else shape]

@@ -19,7 +19,8 @@ from compiled_engine.custom_ops.moe_config import (
 from compiled_engine.custom_ops.registry import Traits
 
 # By products, first and second.
-_ROWS = (RowsConfig(2, 2048, 1, 4), RowsConfig(4, 256, 12, 4))
+_ROWS = (RowsConfig(2, 1024, 2, 2), RowsConfig(8, 256, 6, 4))
+_ROWS_FP8 = (RowsConfig(2, FP8_BLOCK, 1, 4), RowsConfig(4, FP8_BLOCK, 12, 4))
 _ROWS_FP4 = (RowsConfig(4, 1024, 3, 4), RowsConfig(4, 1024, 12, 4))
 # By pairs of an expert to expect, up to.
 _STREAM = {
@@ -54,7 +55,7 @@ _PACKED = {
 }
 _PACKED_MORE = (PackedExpertsConfig(32, 2, 4, 3, 2), PackedExpertsConfig(32, 2, 4, 3, 2))
 # The two products of one token.
-_PACKED_TOKEN = (PackedTokenConfig(1, 4, 4, 4), PackedTokenConfig(1, 8, 3, 2))
+_PACKED_TOKEN = (PackedTokenConfig(1, 4, 4, 4), PackedTokenConfig(1, 12, 2, 2))
 
 
 def pick_packed_token() -> tuple[PackedTokenConfig, PackedTokenConfig]:
@@ -72,10 +73,7 @@ def pick_rows(traits: Traits) -> tuple[RowsConfig, RowsConfig]:
     """The sizes of the kernels of pairs on their own."""
     if traits["is_fp4"]:
         return _ROWS_FP4
-    if traits["is_plain"]:
-        return _ROWS
-    first, second = (replace(config, block=FP8_BLOCK) for config in _ROWS)
-    return first, second
+    return _ROWS if traits["is_plain"] else _ROWS_FP8
 
 
 def pick_stream(traits: Traits) -> tuple[StreamConfig, StreamConfig]:
