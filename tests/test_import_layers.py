@@ -256,23 +256,17 @@ def is_ours(target: str) -> bool:
 
 def imports_of(file: SourceFile, known: set[str]) -> Iterator[Import]:
     """Every import, those under TYPE_CHECKING and inside functions too."""
-    local = {
-        id(node)
-        for function in ast.walk(file.tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(file.tree):
+    for node, is_local in file.imports:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(node.lineno, alias.name, id(node) in local)
-        elif isinstance(node, ast.ImportFrom):
+                yield Import(node.lineno, alias.name, is_local)
+        else:
             assert node.level == 0, f"{file.label}:{node.lineno}: relative import"
             assert node.module is not None
             for alias in node.names:
                 longer = f"{node.module}.{alias.name}"
                 target = longer if longer in known else node.module
-                yield Import(node.lineno, target, id(node) in local)
+                yield Import(node.lineno, target, is_local)
 
 
 def test_every_import_fits_the_table():

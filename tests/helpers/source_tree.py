@@ -9,7 +9,7 @@ import ast
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,8 +48,24 @@ class SourceFile:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, str(self.path))
 
+    @cached_property
+    def imports(self) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+        """All import statements, and whether each stands inside a function."""
+        found: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
+        pending: list[tuple[ast.AST, bool]] = [(self.tree, False)]
+        while pending:
+            node, is_local = pending.pop()
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                found.append((node, is_local))
+            is_local = is_local or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            # No expression holds a statement.
+            children = ast.iter_child_nodes(node)
+            pending += [(child, is_local) for child in children if not isinstance(child, ast.expr)]
+        return sorted(found, key=lambda pair: pair[0].lineno)
 
-def package_files() -> list[SourceFile]:
+
+@cache
+def package_files() -> tuple[SourceFile, ...]:
     """Every Python file of the package, the mapped folders under their import names."""
     found = []
     for folder in (PACKAGE, *MAPPED_FOLDERS):
@@ -60,14 +76,15 @@ def package_files() -> list[SourceFile]:
             if parts[-1] == "__init__":
                 parts.pop()
             found.append(SourceFile(path, ".".join((prefix, *parts))))
-    return found
+    return tuple(found)
 
 
-def other_files() -> list[SourceFile]:
+@cache
+def other_files() -> tuple[SourceFile, ...]:
     """Python files of the repository outside the package: tests and perf."""
-    return [
+    return tuple(
         SourceFile(path, "") for base in ("tests", "perf") for path in _python_files(ROOT / base)
-    ]
+    )
 
 
 def pyproject() -> dict[str, object]:
